@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 from hpczero.errors import InputError
-from hpczero.model.families import known
 from hpczero.model.shapes import Layer
 from hpczero.planner import cluster
 from hpczero.planner.allocation import Allocation
@@ -19,23 +18,25 @@ from hpczero.text import format_count, format_duration, format_number, parse_dur
 
 @dataclass(frozen=True)
 class Outlook:
-    """The time of a job on its cluster."""
+    """The time of a job on its cluster; None, and the `problem`, where it cannot be predicted."""
 
     spec: Spec
     cluster: str
     nodes: Allocation
-    time: StepTime
+    time: StepTime | None = None
+    problem: str = ""
 
     @cached_property
     def bill(self) -> Bill | None:
         """What the training takes in jobs of `batch.walltime`; None if one has no time to train."""
         walltime = parse_duration(self.spec.batch.walltime)
-        if walltime <= OF_A_JOB:
+        if walltime <= OF_A_JOB or not self.time:
             return None
         return Bill.of(self.spec.train.steps, self.time.seconds, self.nodes.count, walltime)
 
     def in_lines(self) -> Iterator[str]:
-        time = self.time
+        if not (time := self.time):
+            return
         yield (
             f"{time.seconds:.3g} s a step, {format_number(time.tokens_per_second)} tokens/s, "
             f"{time.utilisation:.1%} of the peak (predicted for {self.cluster})"
@@ -49,9 +50,12 @@ class Outlook:
             )
 
     def warnings(self) -> Iterator[str]:
-        """Yield where the time that is asked for falls short."""
+        """Yield where the time that is asked for falls short, or why none is predicted."""
         batch = self.spec.batch
-        if self.bill is None:
+        if self.problem:
+            name = toml_repr(batch.cluster)
+            yield f"no time is predicted for batch.cluster = {name}: {self.problem}"
+        elif self.bill is None:
             yield (
                 f"batch.walltime = {toml_repr(batch.walltime)}: a job needs about "
                 f"{format_duration(OF_A_JOB)} to start, to read a checkpoint and to write one"
@@ -65,6 +69,8 @@ class Outlook:
             )
 
     def as_data(self) -> dict[str, Any]:
+        if not self.time:
+            return {"cluster": self.cluster, "problem": self.problem}
         bill = self.bill
         return {
             "cluster": self.cluster,
@@ -81,21 +87,23 @@ class Outlook:
 def outlook(
     spec: Spec, layers: Sequence[Layer], nodes: Allocation, platform: Platform
 ) -> Outlook | None:
-    """Return the time of a job; None where `batch.cluster` is empty, or the model not known.
+    """Return the time of a job; None where `batch.cluster` is empty.
 
-    InputError if there is no such cluster, or if it has other devices than the job.
+    InputError if there is no such cluster.
     """
-    name = spec.batch.cluster
-    if not name or not known(spec.model):
+    if not spec.batch.cluster:
         return None
-    named = cluster.find(name)
-    kind = named.cluster.device.kind
-    if kind != platform.device:
-        raise InputError(
-            f"batch.cluster = {toml_repr(name)}: its devices are "
-            f"{'GPUs' if kind == 'cuda' else 'CPUs'}, and the job computes on "
-            f"{'GPUs' if platform.on_gpus else 'CPUs'} (train.device)"
-        )
-    named.cluster.need_links(nodes.most, nodes.count)
-    time = predict(spec, layers, nodes, named.cluster, platform)
+    named = cluster.find(spec.batch.cluster)
+    try:
+        _hold_against(named.cluster, nodes, platform)
+        time = predict(spec, layers, nodes, named.cluster, platform)
+    except InputError as error:
+        return Outlook(spec, named.name, nodes, problem=str(error))
     return Outlook(spec, named.name, nodes, time)
+
+
+def _hold_against(of: cluster.Cluster, nodes: Allocation, platform: Platform) -> None:
+    if of.device.kind != platform.device:
+        its, the_job_s = ("GPUs", "CPUs") if of.device.kind == "cuda" else ("CPUs", "GPUs")
+        raise InputError(f"it has {its}, and the job computes on {the_job_s}")
+    of.need_links(nodes.most, nodes.count)

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import chain, count
@@ -34,6 +35,7 @@ _OF_A_RUN = _LEFTOVERS | {
     *("spec.toml", "metrics.jsonl", "memory.jsonl", "events.jsonl", "summary.json"),
     *("trace.json.gz", "checkpoints", "watch", "stop"),
 }
+_KEPT = 10_000
 _LOOK_EVERY = 5.0  # seconds between two looks whether the folder is still there
 
 
@@ -54,6 +56,7 @@ class RunDirectory:
         self._spec = spec
         self._looked = time.monotonic()
         self.fullest: dict[str, Any] | None = None  # the line of memory with the most held
+        self.step_seconds = deque[float](maxlen=_KEPT)  # of this job's last steps
         self._open()
 
     def _open(self) -> None:
@@ -126,6 +129,8 @@ class RunDirectory:
         if time.monotonic() - self._looked > _LOOK_EVERY:
             self._restore_if_removed()
         _append(self._metrics, values)
+        if seconds := values.get("step_seconds"):
+            self.step_seconds.append(seconds)
         self._lock.beat()
 
     def memory(self, values: Mapping[str, Any]) -> None:
