@@ -9,6 +9,7 @@ from hpczero.arguments import (
     PRECISION,
     RUN,
     RUN_HELP,
+    SET,
     SPEC,
     STEP,
     TOKENIZERS,
@@ -39,9 +40,10 @@ VERBS = {
     "plan": verb(
         "hpczero.commands.plan:plan",
         "the layouts that fit a cluster's nodes, the fastest first, before anything runs",
-        *SPEC,
+        argument("spec", "the job's TOML file", nargs="?"),
+        SET,
         argument("--cluster CLUSTER", "its name, or a file *.toml (default: batch.cluster)"),
-        argument("--nodes N", "nodes of the job, or a range as in 1-64", required=True),
+        argument("--nodes N", "nodes of the job, or a range as in 1-64"),
         argument("--ranks-per-node K", "K ranks on a node (default: one a device)", type=int),
         argument(
             "--pin SECTION.KEY",
@@ -56,6 +58,7 @@ VERBS = {
             "--why LAYOUT",
             "what a layout loses against the best one: a row, spec, or as in tensor=4,stage=3",
         ),
+        argument("--explain RUN", "where a run and what is predicted of it part"),
         JSON,
     ),
     "run": verb(

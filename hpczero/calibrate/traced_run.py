@@ -9,28 +9,20 @@
 - *Overhead*: the seconds of a step outside of these.
 """
 
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hpczero import safe_files
+from hpczero.calibrate.run_trace import RunTrace
 from hpczero.comm.grid import Grid
-from hpczero.comm.trace import OPERATION, SPAN, Event
-from hpczero.errors import InputError
-from hpczero.model.families import family, known, parameter_count
+from hpczero.comm.trace import OPERATION, Event
+from hpczero.model.families import family, parameter_count
 from hpczero.model.shapes import ffn
 from hpczero.parallel.states import Sharded
-from hpczero.planner.volumes import resolved
-from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
-from hpczero.text import printable
 from hpczero.train import trace_file
 
-_TRACE = "trace.json.gz"
-_LARGEST = 1 << 26  # bytes of events.jsonl
 _COMPUTING = ("forward", "backward")
 _UPDATE = "optimizer step"
 _BESIDE = ("step", "data", "loss agreement")  # a step's seconds besides
@@ -58,37 +50,16 @@ class TracedRun:
     between: Mapping[str, Sequence[tuple[float, float]]]
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Where a job's ranks ran."""
-
-    nodes: list[int]
-    hosts: list[str]
-    device: str
-    threads: int
-
-
 def read(run: Path) -> TracedRun:
     """Return what a run's trace shows; InputError where there is none, or it says too little."""
-    spec = load(str(run / "spec.toml")).spec
-    if not known(spec.model):
-        what = f"the operations of {spec.model.family} are not known"
-        raise InputError(f"{printable(str(run))}: {what}")
-    events = _events_of_ranks(run)
-    start = _start_of(run)
-    nodes = start.nodes
-    if sorted(events) != list(range(len(nodes))):
-        raise InputError(
-            f"{printable(str(run))}: its trace has {len(events)} of {len(nodes)} ranks"
-        )
-    steps = _common_steps(events.values())
-    if not steps:
-        raise InputError(f"{printable(str(run))}: no step of its trace is complete on all ranks")
+    trace = RunTrace.read(run)
+    spec, nodes, events, steps = trace.spec, trace.start.nodes, trace.events, trace.steps
+    start = trace.start
     seconds = [
         [trace_file.exclusive_seconds(trace_file.of_step(of_rank, step)) for step in steps]
         for of_rank in events.values()
     ]
-    grid = Grid.build(resolved(spec, nodes), nodes)
+    grid = trace.grid
     inside, between = _collectives(events, steps, grid)
     simulated = len(set(start.hosts)) < len(set(nodes))
     of_sample = sum(family(spec.model).operations(spec.model, spec.seq_len))
@@ -108,45 +79,6 @@ def read(run: Path) -> TracedRun:
         inside=inside,
         between={} if simulated else between,
     )
-
-
-def _events_of_ranks(run: Path) -> dict[int, list[Event]]:
-    path = run / _TRACE
-    if not safe_files.is_seen(path):
-        raise InputError(
-            f"{printable(str(run))} has no {_TRACE}: a run that ended with train.trace = true has"
-        )
-    try:
-        return trace_file.read(path)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{printable(str(path))} is no trace of a run: {error!r}") from error
-
-
-def _start_of(run: Path) -> "_Start":
-    """Return how the job started that left the trace: the last one."""
-    path = run / "events.jsonl"
-    last: dict[str, dict[str, Any]] = {}
-    try:
-        for line in safe_files.read_small(path, _LARGEST).decode(errors="replace").splitlines():
-            event = json.loads(line)
-            last[event["event"]] = event
-        places = sorted(last["start"]["ranks"], key=lambda place: int(place["rank"]))
-        return _Start(
-            nodes=[int(place["node"]) for place in places],
-            hosts=[str(place["host"]) for place in places],
-            device=printable(str(places[0]["device"])),
-            threads=int(last["layout"].get("threads_per_rank") or 1),
-        )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{printable(str(path))} does not say how the run started") from error
-
-
-def _common_steps(ranks: Iterable[Sequence[Event]]) -> list[int]:
-    numbers = [
-        {event.number for event in events if event.what[:2] == (SPAN, "step")} for events in ranks
-    ]
-    steps = sorted(set.intersection(*numbers)) if numbers else []
-    return steps[1:] if len(steps) > 1 else steps  # the first one may be the run's first
 
 
 def _median_sum(seconds: Sequence[Sequence[Mapping[str, float]]], names: Sequence[str]) -> float:

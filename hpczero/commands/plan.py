@@ -33,6 +33,13 @@ _KEYS = {f"{table}.{key}": key for key, table in TABLES.items()}
 
 
 def plan(options: Namespace) -> int:
+    if options.explain:
+        from hpczero.commands.explain import explain
+
+        return explain(options)
+    for name, value in (("SPEC, the job's file", options.spec), ("--nodes", options.nodes)):
+        if not value:
+            raise InputError(f"{name} is missing: hpczero plan SPEC --cluster C --nodes N")
     job = Job(options)
     if options.top < 1:
         raise InputError(f"--top {options.top}: at least one layout")

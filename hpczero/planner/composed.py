@@ -131,11 +131,11 @@ def _durations(
     for chunk in range(pipeline.chunks):
 
         def both(stage: int, chunk: int = chunk) -> tuple[float, float]:
-            causes = [_causes(costs, kind, stage, chunk) for kind in KINDS]
+            there, back = (_causes(costs, kind, stage, chunk) for kind in KINDS)
             shown[stage, chunk] = {
-                cause: sum(each[cause] for each in causes) for cause in causes[0]
+                cause: there.get(cause, 0.0) + back.get(cause, 0.0) for cause in {**there, **back}
             }
-            return sum(causes[0].values()), sum(causes[1].values())
+            return sum(there.values()), sum(back.values())
 
         seconds = _by_stage(costs, stages, both)
         forward += [each for each, _ in seconds]

@@ -9,11 +9,12 @@ ring     through all nodes: all that a rank sends passes once from node to node,
          several ranks on a node uses that many adapters; groups beside it share them
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log2
 
 from hpczero.planner.allocation import Allocation
-from hpczero.planner.cluster import Cluster
+from hpczero.planner.cluster import Cluster, Operation
 from hpczero.planner.sent import Sent
 from hpczero.planner.spread import Spread
 
@@ -35,6 +36,9 @@ class Links:
     of_device: float  # adapters for each device, one at least
     link_latency: float  # seconds
     latency: float
+    # measured: of all ranks of a node, of one rank of each node
+    inside: Mapping[str, Operation]
+    between: Mapping[str, Operation]
 
     @classmethod
     def of(cls, cluster: Cluster, nodes: Allocation) -> "Links":
@@ -52,6 +56,8 @@ class Links:
             max(1.0, network.adapters / node.devices),
             node.link_us * _MICRO,
             network.latency_us * _MICRO,
+            {str(name): of for name, of in node.operations.items()},
+            {str(name): of for name, of in network.operations.items()},
         )
 
     def collective(
@@ -61,6 +67,8 @@ class Links:
         if spread.ranks == 1:
             return 0.0
         together = sent.inside + sent.between
+        if measured := self._measured(operation, spread):
+            return count * measured.us * _MICRO + together / (measured.gb_s * _GIGA)
         steps = count * self._latency(operation, spread, rings)
         if spread.nodes == 1:
             return steps + together / self.link
@@ -70,6 +78,13 @@ class Links:
             return steps + together / rate
         rate = min(self.adapter * self.of_device, self.adapters / (spread.on_one * spread.beside))
         return steps + max(sent.inside / self.link, sent.between / rate)
+
+    def _measured(self, operation: str, spread: Spread) -> Operation | None:
+        """Return what was measured of such an operation, if it was among ranks that lie alike."""
+        if spread.nodes == 1:
+            return self.inside.get(operation)
+        alone = spread.on_one == spread.beside == 1
+        return self.between.get(operation) if alone else None
 
     def _latency(self, operation: str, spread: Spread, rings: bool) -> float:
         """Return the seconds of an operation on nothing: it is started, and handed on."""
@@ -88,7 +103,11 @@ class Links:
 
     def message(self, size: float, spread: Spread, between: bool) -> float:
         """Return the seconds of a message between neighbours, while others of the node send too."""
+        alone = spread.beside == 1
+        measured = self.between.get("send") if between else self.inside.get("send")
+        if measured and (alone or not between):
+            return measured.us * _MICRO + size / (measured.gb_s * _GIGA)
         if not between:
             return self.link_latency + size / self.link
-        senders = max(1, spread.beside)
-        return self.latency + size / min(self.adapter * self.of_device, self.adapters / senders)
+        rate = min(self.adapter * self.of_device, self.adapters / spread.beside)
+        return self.latency + size / rate

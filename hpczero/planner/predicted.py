@@ -224,7 +224,7 @@ class Predicted:
             if sent != Sent()
         )
         return {
-            "optimizer": 0.0 if work.is_elsewhere else self.rates.moved(update),
+            "optimizer": 0.0 if work.is_elsewhere else update / self.rates.of_update,
             "messages": max(tied, default=0.0),
             "offload": offload,
             "overhead": self.cluster.device.step_us * _MICRO

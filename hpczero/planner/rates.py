@@ -41,7 +41,8 @@ class Rates:
     element: int
     software: Software
     share: float  # of a device's time that the rank has; of a CPU so many cores
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes a second of what lies between products
+    of_update: float  # bytes a second of the optimizer's kernel
 
     @classmethod
     def of(
@@ -55,8 +56,12 @@ class Rates:
         else:
             bandwidth = min(share * device.bandwidth_gb_s, node.bandwidth_gb_s / ranks_on_node)
         element = 4 if precision == "fp32" else 2
-        reached = bandwidth * device.bandwidth_reached * _GIGA
-        return cls(device, cluster.products(precision), element, software, share, reached)
+        reached, by_update = (
+            bandwidth * part * _GIGA
+            for part in (device.bandwidth_reached, device.reached_by("adamw", precision))
+        )
+        products = cluster.products(precision)
+        return cls(device, products, element, software, share, reached, by_update)
 
     @cached_property
     def peak(self) -> float:

@@ -347,8 +347,7 @@ def _predicted(job: TrainingJob, reporter: Reporter) -> Outlook | None:
     if said and said.problem:
         reporter.event("WARN", what=next(said.warnings()))
     elif said and said.time:
-        seconds, used = said.time.seconds, said.time.utilisation
-        reporter.event("predicted", cluster=said.cluster, step_seconds=seconds, utilisation=used)
+        reporter.event("predicted", cluster=said.cluster, step_seconds=said.time.seconds)
     return said
 
 
