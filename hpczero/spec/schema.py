@@ -281,12 +281,11 @@ class Batch(Table):
     site: Site = key(
         "auto", "site", '"site" or "site/partition" (hpczero site list); "auto": by host name'
     )
-    cluster: str = key(
+    cluster: Text = key(
         "",
         "site",
         "whose file says how long a step takes (hpczero cluster list), or a file *.toml; "
         "empty: nothing is predicted",
-        pattern=WORD,
     )
     scheduler: Literal["auto", "slurm", "pbs"] = key(
         "auto", "site", "the batch system; auto: the site's, or the one that is installed here"
