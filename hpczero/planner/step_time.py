@@ -18,7 +18,7 @@ from hpczero.planner.predicted import Computing, Predicted
 from hpczero.planner.software import Software, own
 from hpczero.planner.step_costs import CAUSES
 from hpczero.planner.step_work import StepWork
-from hpczero.planner.timetable import Durations, shortest_course
+from hpczero.planner.timetable import Durations
 from hpczero.spec.schema import Spec
 
 
@@ -136,6 +136,8 @@ def time_of(
 
 
 def _in_closed_form(costs: Predicted) -> float:
+    from hpczero.planner.shortest_course import shortest_course  # numpy, for the search alone
+
     causes, _ = compose(pipeline_of(costs.work), costs, shortest_course)
     return fsum(causes.values())
 

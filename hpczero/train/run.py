@@ -127,9 +127,8 @@ def _is_finished(world: World, spec: Spec, fresh: bool) -> bool:
         world.run_on_all(lambda: None if world.rank or fresh else run_directory.finished(spec))
     )
     if done and world.rank == 0:
-        result = (
-            f"all {done['steps']} steps are done (final loss {format_loss(done['final_loss'])})"
-        )
+        loss = format_loss(done["final_loss"])
+        result = f"all {done['steps']} steps are done (final loss {loss})"
         print(f"{run_directory.path_of(spec)}: {result}; --fresh starts anew")
     return bool(done)
 
@@ -191,10 +190,7 @@ def _carry_out(
     engine = runner.engine
     known = families.known(spec.model)
     parameters = families.parameter_count(spec.model) if known else engine.parameter_count()
-    predicted = None
-    if reporter:
-        _report_layout(reporter, job, batches, parameters)
-        predicted = _predicted(job, reporter)
+    predicted = _report_layout(reporter, job, batches, parameters) if reporter else None
     data = job.source.describe()
     identity = identity_of(data["fingerprint"], random.RULE if known else 0)
     identity |= {TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {}
@@ -311,7 +307,10 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
         reporter.event("memory", recompute=job.spec.memory.recompute, decided="auto")
 
 
-def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:
+def _report_layout(
+    reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int
+) -> Outlook | None:
+    """Say how the job is laid out; return how long a step should take."""
     train = job.spec.train
     world = job.world
     count, smallest, largest = micro_batch_sizes(
@@ -332,6 +331,7 @@ def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, param
         micro_batches=f"{count}x{format_span(smallest, largest)}",
         data=job.source.describe()["path"],
     )
+    return _predicted(job, reporter)
 
 
 def _predicted(job: TrainingJob, reporter: Reporter) -> Outlook | None:

@@ -70,6 +70,10 @@ ALLOWED = {
     "calibrate.traced_run": {"errors", "safe_files", "spec", "text", "comm.grid", "comm.trace"}
     | {"model.families", "model.shapes", "parallel.states", "planner.volumes"}
     | {"train.trace_file", "calibrate"},
+    "calibrate.run_trace": {"errors", "safe_files", "spec", "text", "comm.grid", "comm.trace"}
+    | {"model.families", "planner.volumes", "train.trace_file"},
+    "calibrate.replay": {"comm.trace", "parallel.pipeline.schedule", "planner"}
+    | {"train.trace_file", "calibrate.run_trace"},
     "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "text", "spec", "batch"}
     | {
         "calibrate",
@@ -104,11 +108,12 @@ WITHOUT_TORCH = (
     *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
-    *("commands.cluster", "commands.plan", "commands.plan_report"),
+    *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
+    "commands.explain",
     *("commands.export_import", "commands.tokenizer", "huggingface"),
     *("commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
-    *("calibrate.from_runs", "calibrate.traced_run"),
+    *("calibrate.from_runs", "calibrate.traced_run", "calibrate.run_trace", "calibrate.replay"),
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
