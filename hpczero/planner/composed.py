@@ -47,8 +47,9 @@ def compose(
         for cause, seconds in shown[costs.like(last), chunk].items():
             causes[cause] += seconds * pipeline.micro_batches
     idle = max(0.0, course.ends[last] - fsum(causes.values()))
-    causes["messages"] += min(idle, max(0.0, course.ends[last] - undelayed.ends[last]))
-    causes["bubble"] += idle - causes["messages"]
+    delayed = min(idle, max(0.0, course.ends[last] - undelayed.ends[last]))
+    causes["messages"] += delayed  # beside what actions wait for messages themselves
+    causes["bubble"] += idle - delayed
     data, offload = _late(pipeline, costs, durations, course)
     causes["data"] += data + after[last]
     causes["offload"] += offload
