@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,14 +16,16 @@ from hpczero.calibrate.replay import replay
 from hpczero.calibrate.run_trace import RunTrace, start_of
 from hpczero.commands.jobs import run_named
 from hpczero.errors import InputError, for_terminal
-from hpczero.model.families import layers
+from hpczero.model.families import known, layers
 from hpczero.planner import cluster
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.outlook import hold_against
 from hpczero.planner.step_costs import CAUSES
 from hpczero.planner.step_time import StepTime, predict
 from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
 from hpczero.text import format_count, format_memory, printable
+from hpczero.train.run_directory import is_of_memory
 
 _LARGEST = 1 << 28  # bytes of a run's file
 # causes that a trace does not tell apart, and those that metrics do not
@@ -71,15 +74,12 @@ def _explained(run: Path, named: str | None) -> Explained:
         )
     of = cluster.find(name)
     start = start_of(run)
-    on_node = Counter(start.nodes)
-    nodes = Allocation(len(start.nodes), max(on_node.values()))
-    gpus = 0 if start.device == "the CPU" else of.cluster.node.devices
-    platform = sites.platform(spec, gpus)
-    time = predict(spec, layers(spec.model), nodes, of.cluster, platform)
+    nodes = Allocation(len(start.nodes), max(Counter(start.nodes).values()))
     metrics = _lines(run / "metrics.jsonl")
-    seconds = [line["step_seconds"] for line in metrics if line.get("step_seconds")]
+    seconds = [value for value in _figures(metrics, "step_seconds") if value > 0]
     if not seconds:
         raise InputError(f"{printable(str(run))} has no step in metrics.jsonl")
+    time = _predicted(spec, of, nodes, "cpu" if start.device == "the CPU" else "cuda")
     traced = safe_files.is_seen(run / "trace.json.gz")
     if traced:
         measured = replay(RunTrace.read(run)).causes
@@ -87,7 +87,7 @@ def _explained(run: Path, named: str | None) -> Explained:
     else:
         measured = _of_metrics(metrics)
         together = {"computing": _COMPUTING, "communication": _COMMUNICATION}
-    memory = max(_lines(run / "memory.jsonl"), key=lambda line: line.get("held", 0), default=None)
+    of_memory = filter(is_of_memory, _lines(run / "memory.jsonl"))
     return Explained(
         run,
         spec,
@@ -99,8 +99,21 @@ def _explained(run: Path, named: str | None) -> Explained:
         _together(time.causes, together),
         _together(measured, together),
         traced,
-        memory,
+        max(of_memory, key=lambda line: int(line["held"]), default=None),
     )
+
+
+def _predicted(spec: Spec, of: cluster.Named, nodes: Allocation, device: str) -> StepTime:
+    """Return the time of a step on the devices that the run had; InputError if there is none."""
+    train = spec.train.model_copy(update={"device": device})
+    spec = spec.model_copy(update={"train": train})
+    platform = sites.platform(spec, gpus=0)
+    try:
+        hold_against(of.cluster, nodes, platform)
+    except InputError as error:
+        raise InputError(f"{printable(of.name)}: {error}") from None
+    known_layers = layers(spec.model) if known(spec.model) else []
+    return predict(spec, known_layers, nodes, of.cluster, platform)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -119,10 +132,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _of_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
     names = {"compute_seconds": "compute", "comm_seconds": "data", "data_seconds": "overhead"}
-    return {
-        cause: median(float(line.get(name) or 0.0) for line in metrics)
-        for name, cause in names.items()
-    }
+    return {cause: median(_figures(metrics, name) or [0.0]) for name, cause in names.items()}
+
+
+def _figures(lines: list[dict[str, Any]], name: str) -> list[float]:
+    """Return what the lines have under a name; what is no number is left out."""
+    values = [line.get(name) for line in lines]
+    return [float(value) for value in values if type(value) in (int, float) and isfinite(value)]
 
 
 def _together(
@@ -159,9 +175,10 @@ def _in_lines(found: Explained) -> Iterator[str]:
 
 
 def _of_memory(line: Mapping[str, Any] | None) -> Iterator[str]:
-    if not line or not isinstance(line.get("predicted"), dict):
+    if not line or not line["held"] or not line["predicted"]:
         return
-    predicted, measured = line["predicted"], line.get("measured") or {}
+    predicted, measured = line["predicted"], line.get("measured")
+    measured = measured if isinstance(measured, dict) else {}
     total = sum(predicted.values())
     yield ""
     yield (

@@ -95,14 +95,15 @@ def outlook(
         return None
     named = cluster.find(spec.batch.cluster)
     try:
-        _hold_against(named.cluster, nodes, platform)
+        hold_against(named.cluster, nodes, platform)
         time = predict(spec, layers, nodes, named.cluster, platform)
     except InputError as error:
         return Outlook(spec, named.name, nodes, problem=str(error))
     return Outlook(spec, named.name, nodes, time)
 
 
-def _hold_against(of: cluster.Cluster, nodes: Allocation, platform: Platform) -> None:
+def hold_against(of: cluster.Cluster, nodes: Allocation, platform: Platform) -> None:
+    """Refuse a cluster whose devices or links are not those of the job (InputError)."""
     if of.device.kind != platform.device:
         its, the_job_s = ("GPUs", "CPUs") if of.device.kind == "cuda" else ("CPUs", "GPUs")
         raise InputError(f"it has {its}, and the job computes on {the_job_s}")

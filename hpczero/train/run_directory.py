@@ -120,7 +120,7 @@ class RunDirectory:
         of_memory = _keep_before(step, self.path / "memory.jsonl")
         self._metrics = safe_files.append_to(self.path / "metrics.jsonl")
         self._memory = safe_files.append_to(self.path / "memory.jsonl")
-        lines = filter(_is_of_memory, map(json.loads, of_memory))
+        lines = filter(is_of_memory, map(json.loads, of_memory))
         self.fullest = max(lines, key=_held, default=None)
         return Earlier.of(kept)
 
@@ -346,7 +346,7 @@ def _keep_before(step: int, path: Path) -> list[str]:
     return kept
 
 
-def _is_of_memory(line: Mapping[str, Any]) -> bool:
+def is_of_memory(line: Mapping[str, Any]) -> bool:
     """Return True for a line such as `RunDirectory.memory` writes: the file may have others."""
     kinds = line.get("predicted")
     sizes = [line.get("held"), *(kinds.values() if isinstance(kinds, dict) else [None])]
