@@ -1,5 +1,4 @@
-"""`hpczero plan --explain RUN`: a run beside what is predicted of it, and runs that say too little.
-"""
+"""`hpczero plan --explain RUN`: a run beside what is predicted of it, and runs that say too little."""
 
 import json
 import re
@@ -138,7 +137,9 @@ def test_lines_that_say_nothing_are_left_out(run: Path, capsys: pytest.CaptureFi
     before = data(capsys)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('[1]\n{"step": 4, "step_seconds": "long"}\n{"step": 5}\n')
-        file.write('{"step": 6, "step_seconds": null}\n{"step": 7, "step_seconds": NaN}\n{"step": 8')
+        file.write(
+            '{"step": 6, "step_seconds": null}\n{"step": 7, "step_seconds": NaN}\n{"step": 8'
+        )
     with (run / "memory.jsonl").open("a") as file:
         file.write('{"step": 9, "held": "much"}\n{"step": 9, "rank": 0, "host": "a", "held": 99')
     assert data(capsys) == before

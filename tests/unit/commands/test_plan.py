@@ -8,6 +8,7 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.planner.layouts import TABLES
+from hpczero.planner.step_costs import CAUSES
 from hpczero.spec.load import load
 from tests.support.launch import hpczero, launch
 
@@ -170,6 +171,51 @@ def test_unknown_cluster_and_numbers(capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert plan(**where) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "SPEC, the job's file is missing: hpczero plan SPEC --cluster C --nodes N"),
+        (["--cluster", "dgx-h100", "--nodes", "1"], "SPEC, the job's file is missing"),
+        (["spec.toml", "--cluster", "dgx-h100"], "--nodes is missing: hpczero plan SPEC"),
+        (["spec.toml", "--nodes", "1"], "which cluster is it planned for? --cluster or batch."),
+    ],
+)
+def test_what_is_missing_is_said(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("hpczero: ")) == ("", 1)
+    assert said in err
+
+
+@pytest.mark.usefixtures("here")
+def test_the_spec_may_name_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    few = (*FEW, "--pin", "train.micro_batch", "--nodes", "1", "--json")
+    found = []
+    for arguments in (["--cluster", "dgx-h100"], ["--set", "batch.cluster=dgx-h100"]):
+        assert main(["plan", "spec.toml", *arguments, *few]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert found[0]["cluster"] == "dgx-h100"
+
+
+@pytest.mark.usefixtures("here")
+def test_the_largest_causes_of_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
+    (nodes,) = data(capsys, *FEW)["nodes"]
+    causes = nodes["layouts"][0]["causes"]
+    assert plan(*FEW) == 0
+    _, _, said = capsys.readouterr().out.partition("\nthe first one's step:\n")
+    lines = said.splitlines()
+    assert len(lines) == 3
+    largest = sorted(causes, key=lambda cause: -causes[cause])[:3]
+    for line, cause in zip(lines, largest, strict=True):
+        called, shrinks = CAUSES[cause]
+        share = causes[cause] / sum(causes.values())
+        assert line == f"  {share:>4.0%} {called}: less with {shrinks}"
 
 
 @pytest.mark.usefixtures("here")
