@@ -1,4 +1,4 @@
-"""`hpczero plan --explain RUN`: a run beside what is predicted of it, and runs that say too little."""
+"""`hpczero plan --explain RUN`: a run beside what is predicted of it; what says too little."""
 
 import json
 import re
