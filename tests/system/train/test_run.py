@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
 @pytest.mark.parametrize("ranks", [2, 0, 3])
 @pytest.mark.few(1)
 def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
-    done = train(folder, ranks)
+    done = train(folder, ranks, "--set", "batch.cluster=epyc-7763")
     assert done.code == 0, done
     directory = folder / "runs" / "tiny"
     assert {path.name for path in directory.iterdir()} == {
@@ -56,11 +57,13 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert [event["event"] for event in events] == [
         "start",
         "layout",
+        "predicted",
         "first",
         "eval",
         "save",
         "stop",
     ]
+    assert events[2]["cluster"] == "epyc-7763"
     assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["final_loss"]) == (
@@ -69,10 +72,25 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
         metrics[-1]["loss"],
     )
     assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
+    step = summary["step"]
+    assert step["seconds"] == median(line["step_seconds"] for line in metrics)
+    assert step["predicted"]["step_seconds"] == events[2]["step_seconds"] > 0
+    assert "\na step:     " in done.out
     words = [
         line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)
     ]
-    assert words == ["load", "start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
+    steps = ["step"] * 5
+    assert words == [
+        "load",
+        "start",
+        "layout",
+        "predicted",
+        "first",
+        *steps,
+        "eval",
+        "save",
+        "stop",
+    ]
     assert "\x1b" not in done.out
 
 
