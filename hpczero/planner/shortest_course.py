@@ -27,7 +27,7 @@ def shortest_course(
     if kind == "gpipe":
         busy = _all_forwards_first(forward[0], backward[0], transfers[0], micro_batches)
     elif chunks == 1:
-        busy = _in_turn(forward[0] + backward[0], transfers[0], micro_batches)
+        busy = _in_turn(forward[0], backward[0], transfers[0], micro_batches)
     else:
         busy = _by_chunks(forward, backward, transfers, micro_batches)
     enter, leave = (_before(seconds[0] + transfers[0]) for seconds in (forward, backward))
@@ -55,14 +55,18 @@ def _all_forwards_first(
     return turn - enter + behind + count * backward
 
 
-def _in_turn(both: _Seconds, transfers: _Seconds, count: int) -> _Seconds:
+def _in_turn(
+    forward: _Seconds, backward: _Seconds, transfers: _Seconds, count: int
+) -> _Seconds:
     """Return the seconds of forwards and backwards in turn, those of each stage.
 
     A micro-batch that goes on from stage a to e and comes back waits for messages on its way; e - a
-    + 1 micro-batches are on it together. So many rounds of it, and the stage's own work on the
-    rest, are a chain.
+    + 1 micro-batches are on it together. So many rounds of it, and the own work of e on the rest,
+    are a chain. To the last stage and back, a round for the first micro-batch, others for as many
+    or none, and one for the last, with the own work of a on the rest, are a chain, too.
     """
-    stages = len(both)
+    stages = len(forward)
+    both = forward + backward
     first, last = np.arange(stages)[:, None], np.arange(stages)[None, :]
     together = np.maximum(last - first + 1, 1)
     rounds = (count - 1) // together
@@ -70,7 +74,15 @@ def _in_turn(both: _Seconds, transfers: _Seconds, count: int) -> _Seconds:
     messages = 2 * _before(transfers)
     round_trip = (reached + messages)[None, :] - (reached - both + messages)[:, None]
     chains = rounds * round_trip + (count - rounds * together) * both[None, :]
-    return np.where(last >= first, chains, 0.0).max(axis=0)
+    of_last = np.where(last >= first, chains, 0.0).max(axis=0)
+    there, ahead, most = round_trip[:, -1], together[:, -1], rounds[:, -1]
+    others = np.maximum(0, count - ahead)
+    alone = np.maximum(forward, backward)
+    of_first = there + others * both + (count - 1 - others) * alone
+    for more in (np.minimum(most, 1), most):
+        chain = (1 + more) * there + (count - 1 - more * ahead) * both
+        of_first = np.maximum(of_first, np.where(most > 0, chain, 0.0))
+    return np.maximum(of_last, of_first)
 
 
 def _by_chunks(forward: _Seconds, backward: _Seconds, transfers: _Seconds, count: int) -> _Seconds:
@@ -88,6 +100,6 @@ def _by_chunks(forward: _Seconds, backward: _Seconds, transfers: _Seconds, count
         around = here.sum() - _before(here) + _before(after)
         busy += np.maximum(0.0, around - first_group * forward[chunk])
         here, after = back[chunk], back[chunk + 1]
-        around = _before(after) + backward[chunk + 1] - backward[chunk] + here.sum() - _before(here)
-        busy += np.maximum(0.0, around - last_group * backward[chunk + 1])
+        around = _before(after) + here.sum() - _before(here)
+        busy += np.maximum(0.0, around - last_group * backward[chunk])
     return busy
