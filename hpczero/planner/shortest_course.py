@@ -1,7 +1,7 @@
 """A bound of a pipeline's course in closed form (pure).
 
-It is the longest of some chains of actions that wait for each other: no course is shorter to speak
-of, and few are longer.
+It is the longest of some chains of actions that wait for each other: no course is shorter, and few
+are longer to speak of.
 """
 
 import numpy as np
@@ -61,7 +61,8 @@ def _in_turn(
     """Return the seconds of forwards and backwards in turn, those of each stage.
 
     A micro-batch that goes on from stage a to e and comes back waits for messages on its way; e - a
-    + 1 micro-batches are on it together. So many rounds of it, and the own work of e on the rest,
+    + 1 micro-batches are on it together. The first that finds a backward to wait for at e has as
+    many before it as there are stages after e. So many rounds, and the own work of e on the rest,
     are a chain. To the last stage and back, a round for the first micro-batch, others for as many
     or none, and one for the last, with the own work of a on the rest, are a chain, too.
     """
@@ -69,11 +70,13 @@ def _in_turn(
     both = forward + backward
     first, last = np.arange(stages)[:, None], np.arange(stages)[None, :]
     together = np.maximum(last - first + 1, 1)
-    rounds = (count - 1) // together
+    before = stages - 1 - last
+    rounds = np.maximum(0, count - 1 - before) // together
     reached = np.cumsum(both)
     messages = 2 * _before(transfers)
     round_trip = (reached + messages)[None, :] - (reached - both + messages)[:, None]
     chains = rounds * round_trip + (count - rounds * together) * both[None, :]
+    chains += np.where(rounds > 0, before * (forward[:, None] - forward[None, :]), 0.0)
     of_last = np.where(last >= first, chains, 0.0).max(axis=0)
     there, ahead, most = round_trip[:, -1], together[:, -1], rounds[:, -1]
     others = np.maximum(0, count - ahead)
