@@ -1,0 +1,61 @@
+"""The quick time of a step is that of all actions of all stages, whatever was timed before."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from hpczero.model.families import layers
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.cluster import find
+from hpczero.planner.layout_space import Space
+from hpczero.planner.search import Machine
+from hpczero.planner.step_time import StepTimes, predict
+from hpczero.spec.schema import Spec
+from tests.support.exact_time import exact_seconds
+from tests.support.plans import on_nodes, space
+
+GPUS = ("dgx-h100", "juwels-booster", "lumi-mi250x")
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_random_jobs_take_the_time_of_all_their_actions(count: int) -> None:
+    choice = random.Random(1)
+    for _ in range(count):
+        spec, nodes, platform, _ = on_nodes(choice)
+        cluster = find(choice.choice(GPUS) if platform.on_gpus else "epyc-7763").cluster
+        model = layers(spec.model)
+        times = StepTimes(model, cluster, platform)
+        seconds = times.of(spec, nodes).seconds
+        exact = exact_seconds(spec, model, nodes, Machine(cluster, platform))
+        assert seconds == pytest.approx(exact, rel=0.01), spec
+        assert times.at_least(spec, nodes) <= 1.01 * seconds, spec
+
+
+def drawn(of: Space, count: int, choice: random.Random) -> Iterator[Spec]:
+    """Draw layouts of a job, which share as much as those of a search."""
+    for _ in range(count):
+        parallel = choice.choice(of.parallels)
+        order, states = choice.choice(of.orders(parallel)), choice.choice(list(of.states(parallel)))
+        size = choice.choice(of.micro_batches(parallel))
+        layout = of.layout(parallel, order, states, size)
+        yield of.spec_with(of.saving(layout, choice.choice(of.savings(parallel, size))))
+
+
+@pytest.mark.parametrize("nodes", [Allocation.of_nodes(3, 4), Allocation.of_nodes(1, 8)])
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_what_layouts_share_changes_the_time_of_none(nodes: Allocation, count: int) -> None:
+    of, machine = space(nodes)
+    model = layers(of.spec.model)
+    cluster, platform = machine.cluster, machine.platform
+    times = StepTimes(model, cluster, platform)
+    for spec in drawn(of, count, random.Random(2)):
+        at_least, computing = times.at_least(spec, nodes), times.of_computing(spec, nodes)
+        alone = StepTimes(model, cluster, platform)
+        assert at_least == alone.at_least(spec, nodes), spec
+        assert computing == alone.of_computing(spec, nodes), spec
+        time = times.of(spec, nodes)
+        assert time.causes == predict(spec, model, nodes, cluster, platform).causes, spec
+        exact = exact_seconds(spec, model, nodes, machine)
+        assert time.seconds == pytest.approx(exact, rel=0.01), spec
+        assert computing <= at_least * (1 + 1e-9) <= 1.01 * time.seconds, spec
