@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.planner.allocation import Allocation
-from hpczero.planner.cluster import Cluster, find
+from hpczero.planner.cluster import Cluster, Operation, find
 from hpczero.planner.links import Links
 from hpczero.planner.sent import Sent
 from hpczero.planner.spread import Spread
@@ -99,3 +99,64 @@ def test_better_links_are_never_slower(
     assert faster.message(size, spread, nodes > 1) <= links().message(size, spread, nodes > 1)
     more = Sent(sent.inside * 2, sent.between * 2)
     assert links().collective(operation, more, spread, rings) >= before
+
+
+def measured(where: str, **operations: Operation) -> Links:
+    """Return the links of a cluster of which operations were measured in a node or between."""
+    table = getattr(DGX, where).model_copy(update={"operations": operations})
+    return links(DGX.model_copy(update={where: table}))
+
+
+MEASURED = Operation(us=30.0, gb_s=50.0)
+IN_A_NODE, ONE_OF_EACH = Spread(8, (8,)), Spread(8, (1,) * 8)
+OTHERS = {"four of each": Spread(8, (4, 4)), "beside others": Spread(8, (1,) * 8, 4)}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("rings", [True, False])
+@pytest.mark.parametrize(("where", "spread"), [("node", IN_A_NODE), ("network", ONE_OF_EACH)])
+def test_a_measured_operation_takes_what_was_measured(
+    operation: str, rings: bool, where: str, spread: Spread
+) -> None:
+    sent = Sent(MUCH, 0) if where == "node" else Sent(0, MUCH)
+    of = measured(where, **{operation: MEASURED})
+    seconds = of.collective(operation, sent, spread, rings, count=3)
+    assert seconds == pytest.approx(3 * 30e-6 + MUCH / 50e9)
+    (other, *_) = set(OPERATIONS) - {operation}
+    plain = links().collective(other, sent, spread, rings, count=3)
+    assert of.collective(other, sent, spread, rings, count=3) == plain
+
+
+@pytest.mark.parametrize("spread", OTHERS.values(), ids=list(OTHERS))
+def test_ranks_that_lie_otherwise_take_what_links_give(spread: Spread) -> None:
+    operations = dict.fromkeys(OPERATIONS, MEASURED)
+    sent = Sent(MUCH // 2, MUCH // 2)
+    for where in ("node", "network"):
+        for operation in OPERATIONS:
+            plain = links().collective(operation, sent, spread, rings=True)
+            assert measured(where, **operations).collective(operation, sent, spread, True) == plain
+
+
+def test_what_was_measured_in_a_node_says_nothing_of_the_network() -> None:
+    operations = dict.fromkeys(OPERATIONS, MEASURED)
+    for where, spread in (("network", IN_A_NODE), ("node", ONE_OF_EACH)):
+        plain = links().collective("all_gather", Sent(MUCH, 0), spread, rings=True)
+        of = measured(where, **operations)
+        assert of.collective("all_gather", Sent(MUCH, 0), spread, rings=True) == plain
+
+
+def test_a_measured_message_takes_what_was_measured() -> None:
+    expected = pytest.approx(30e-6 + MUCH / 50e9)
+    inside, between = measured("node", send=MEASURED), measured("network", send=MEASURED)
+    for spread in (ONE_OF_EACH, OTHERS["beside others"]):
+        assert inside.message(MUCH, spread, between=False) == expected
+        assert inside.message(MUCH, spread, between=True) == links().message(MUCH, spread, True)
+        assert between.message(MUCH, spread, between=False) == links().message(MUCH, spread, False)
+    assert between.message(MUCH, ONE_OF_EACH, between=True) == expected
+    beside = OTHERS["beside others"]
+    assert between.message(MUCH, beside, between=True) == links().message(MUCH, beside, True)
+
+
+def test_one_rank_sends_nothing_whatever_was_measured() -> None:
+    of = measured("node", all_reduce=MEASURED)
+    assert of.collective("all_reduce", Sent(), Spread(1, (1,)), rings=False) == 0

@@ -180,6 +180,22 @@ def test_states_elsewhere_are_hidden_by_a_long_forward() -> None:
     assert of_longer.causes["offload"] < time_of(away).causes["offload"]
 
 
+@pytest.mark.parametrize(("cluster", "precision"), [(DGX, "bf16"), (EPYC, "fp32")])
+def test_the_update_goes_at_the_rate_of_its_kernel(cluster: Cluster, precision: str) -> None:
+    spec = spec_of(train=Train(global_batch=64, micro_batch=2, precision=precision))
+    usual = time_of(spec, cluster=cluster)
+    reached = cluster.device.bandwidth_reached
+    for passes, factor in (
+        ({precision: {"adamw": reached / 2}}, 2),
+        ({precision: {"norm": reached / 2}}, 1),  # another kernel
+        ({"fp16": {"adamw": reached / 2}}, 1),  # in another precision
+    ):
+        device = cluster.device.model_copy(update={"passes": passes})
+        slower = time_of(spec, cluster=cluster.model_copy(update={"device": device}))
+        assert slower.causes["optimizer"] == pytest.approx(factor * usual.causes["optimizer"])
+        assert slower.causes | {"optimizer": 0} == usual.causes | {"optimizer": 0}
+
+
 def test_a_run_without_a_file_system_says_nothing_of_checkpoints() -> None:
     spec = spec_of(checkpoint=Checkpoint(every=10))
     assert time_of(spec).causes["checkpoint"] == 0
