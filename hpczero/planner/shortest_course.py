@@ -55,9 +55,7 @@ def _all_forwards_first(
     return turn - enter + behind + count * backward
 
 
-def _in_turn(
-    forward: _Seconds, backward: _Seconds, transfers: _Seconds, count: int
-) -> _Seconds:
+def _in_turn(forward: _Seconds, backward: _Seconds, transfers: _Seconds, count: int) -> _Seconds:
     """Return the seconds of forwards and backwards in turn, those of each stage.
 
     A micro-batch that goes on from stage a to e and comes back waits for messages on its way; e - a

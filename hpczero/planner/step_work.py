@@ -96,9 +96,14 @@ class StepWork:
         self.shared = shares_nodes(self.spec.zero, data.on_nodes)
         self.sharded = Sharded.at_stage(spec.zero.stage, self.shared)
         self.precision = Precision(element_bytes(spec), self.batch.micro_batches > 1)
-        # stage 3 gathers what was released: with several chunks each stage has its own course
-        gathers = self.sharded.parameters and parallel.chunks > 1 and not bounds
-        self.like = list(self.stages) if gathers else self.once(self._alike_stages, by)
+        # stage 3 gathers what was released: with several chunks each stage has its own course, and
+        # of those that are alike the last one gathers the least
+        gathers = self.sharded.parameters and parallel.chunks > 1
+        alike = self.once(self._alike_stages, by)
+        self.like = list(self.stages) if gathers and not bounds else alike
+        self._least: dict[int, int] = {}
+        if gathers and bounds:
+            self._least = {like: stage for stage, like in enumerate(alike)}
         ranks, states = (data.ranks, parallel.tensor), (self.sharded, self.precision)
         self.held = self.once(self._held, (self.cut, ranks, states))
         self.layout = layout_of(spec, self.batch.samples, platform.kernels)
@@ -239,6 +244,7 @@ class StepWork:
         data, zero = self.spreads["data"], self.sharded
         if data.ranks == 1:
             return DataTraffic(_NONE, _NONE)
+        stage = self._least.get(stage, stage)
         passes = self.batch.micro_batches if zero.gradients else 1
         scheduled = self.spec.parallel.schedule if zero.parameters else ""
         key = self.cut, scheduled, stage, self.layout.tensor, data.on_nodes, zero, passes

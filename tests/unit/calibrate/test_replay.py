@@ -84,6 +84,16 @@ def test_waits_inside_actions_land_in_their_causes(of: Pipeline) -> None:
     assert found.seconds == pytest.approx(found.measured, rel=1e-6)
 
 
+def test_messages_too_short_to_tell_are_none() -> None:
+    of = Pipeline("1f1b", 2, 1, 4)
+    known = Known([2_000_000] * 2, [4_000_000] * 2, [15_000])
+    found = replay(traced(of, known))
+    delay = course(of, known).makespan - course(of, known, transfers=False).makespan
+    assert found.causes["messages"] == 0
+    assert found.causes["bubble"] == pytest.approx(6e-3)
+    assert found.measured - found.seconds == pytest.approx(delay / 1e9)
+
+
 def test_pipelines_beside_each_other_are_one_in_the_mean() -> None:
     of = Pipeline("1f1b", 2, 1, 4)
     alone, beside = (replay(traced(of, drawn(of, 5), columns)) for columns in (1, 3))

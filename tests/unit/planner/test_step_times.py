@@ -1,7 +1,8 @@
 """The quick time of a step is that of all actions of all stages, whatever was timed before."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -32,14 +33,23 @@ def test_random_jobs_take_the_time_of_all_their_actions(count: int) -> None:
         assert times.at_least(spec, nodes) <= 1.01 * seconds, spec
 
 
-def drawn(of: Space, count: int, choice: random.Random) -> Iterator[Spec]:
-    """Draw layouts of a job, which share as much as those of a search."""
+def walked(of: Space, count: int, choice: random.Random) -> Iterator[Spec]:
+    """Draw layouts of a job, each with all but one part of the one before where that can be."""
+
+    def kept(value: Any, options: Sequence[Any], changes: bool) -> Any:
+        return choice.choice(options) if changes or value not in options else value
+
+    parallel, order, states, size, saving = of.parallels[0], None, None, 0, None
     for _ in range(count):
-        parallel = choice.choice(of.parallels)
-        order, states = choice.choice(of.orders(parallel)), choice.choice(list(of.states(parallel)))
-        size = choice.choice(of.micro_batches(parallel))
-        layout = of.layout(parallel, order, states, size)
-        yield of.spec_with(of.saving(layout, choice.choice(of.savings(parallel, size))))
+        part = choice.randrange(5)
+        grid = parallel.tensor, parallel.pipeline
+        alike = [one for one in of.parallels if (one.tensor, one.pipeline) == grid]
+        parallel = kept(parallel, choice.choice((alike, of.parallels)), part == 0)
+        order = kept(order, of.orders(parallel), part == 1)
+        states = kept(states, list(of.states(parallel)), part == 2)
+        size = kept(size, of.micro_batches(parallel), part == 3)
+        saving = kept(saving, of.savings(parallel, size), part == 4)
+        yield of.spec_with(of.saving(of.layout(parallel, order, states, size), saving))
 
 
 @pytest.mark.parametrize("nodes", [Allocation.of_nodes(3, 4), Allocation.of_nodes(1, 8)])
@@ -49,7 +59,7 @@ def test_what_layouts_share_changes_the_time_of_none(nodes: Allocation, count: i
     model = layers(of.spec.model)
     cluster, platform = machine.cluster, machine.platform
     times = StepTimes(model, cluster, platform)
-    for spec in drawn(of, count, random.Random(2)):
+    for spec in walked(of, count, random.Random(2)):
         at_least, computing = times.at_least(spec, nodes), times.of_computing(spec, nodes)
         alone = StepTimes(model, cluster, platform)
         assert at_least == alone.at_least(spec, nodes), spec
