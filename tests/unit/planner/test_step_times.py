@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,3 +70,18 @@ def test_what_layouts_share_changes_the_time_of_none(nodes: Allocation, count: i
         exact = exact_seconds(spec, model, nodes, machine)
         assert time.seconds == pytest.approx(exact, rel=0.01), spec
         assert computing <= at_least * (1 + 1e-9) <= 1.01 * time.seconds, spec
+
+
+def test_the_bound_of_chunks_at_stage_3_gathers_no_more_than_any_stage() -> None:
+    """Stages with the same layers gather differently often there: the time is that of each."""
+    nodes = Allocation.of_nodes(3, 4)
+    pinned = {"parallel__pipeline": 4, "parallel__chunks": 2, "zero__stage": 3}
+    of, machine = space(nodes, **pinned, memory__offload_activations="cpu")
+    times = StepTimes(layers(of.spec.model), machine.cluster, machine.platform)
+    checked = 0
+    for parallel, size in product(of.parallels, (1, 3)):
+        for states in of.states(parallel):
+            spec = of.spec_with(of.layout(parallel, of.orders(parallel)[0], states, size))
+            assert times.at_least(spec, nodes) <= 1.001 * times.of(spec, nodes).seconds, spec
+            checked += 1
+    assert checked >= 2
