@@ -61,7 +61,7 @@ def of_memory() -> Iterator[str]:
     limits = memory.largest_measured()
     yield from table("largest that ran", "10^9", limits, "may fit", "shape")
     yield ""
-    yield from head("step that ran", "needed GB of 32", "hpczero's verdict")
+    yield from head("step that ran", "needed GB of 34", "hpczero's verdict")
     for step, fit in memory.needs_of_zero():
         yield row(step.name, f"{fit.first.size / _GIGA:.1f}", fit.verdict)
     yield ""
