@@ -8,59 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from hpczero.planner.advice import CALLED
+
 Seconds = Mapping[str, float]  # by cause
 
-# cause -> what it is, and what would shrink it
-CAUSES = {
-    "compute": (
-        "products of matrices",
-        "fewer operations: memory.recompute to less, or larger products by less tensor parallelism",
-    ),
-    "attention": (
-        "attention between its maps",
-        "shorter sequences, or layers that see a window of keys",
-    ),
-    "memory": (
-        "operations between the products, through the device's memory",
-        "hpczero's kernels (model.kernels), sequence_parallel with tensor ranks",
-    ),
-    "launch": (
-        "the device waits for the host to start operations",
-        "a larger micro_batch, or less tensor parallelism",
-    ),
-    "tensor": (
-        "collectives of tensor ranks",
-        "less tensor parallelism, or tensor innermost inside a node",
-    ),
-    "bubble": (
-        "stages of the pipeline that wait",
-        "more micro-batches a step, fewer stages, or an interleaved schedule with more chunks",
-    ),
-    "messages": (
-        "messages between stages",
-        "fewer stages or chunks, or a larger micro_batch",
-    ),
-    "data": (
-        "sums and gathers over data ranks that nothing hides",
-        "a lower zero.stage, fewer micro-batches at stages 2 and 3, more tokens a step",
-    ),
-    "optimizer": (
-        "the update of the weights",
-        "zero.stage 1 or more with more data ranks, or more tokens a step",
-    ),
-    "offload": (
-        "states or activations that come and go",
-        "no zero.offload, or more tokens a step",
-    ),
-    "checkpoint": (
-        "checkpoints",
-        "a larger checkpoint.every, or checkpoint.asynchronous",
-    ),
-    "overhead": (
-        "what a step takes besides",
-        "more tokens a step",
-    ),
-}
+CAUSES = tuple(CALLED)
 
 
 @dataclass(frozen=True)

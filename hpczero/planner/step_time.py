@@ -9,6 +9,7 @@ from hpczero.model.families import known
 from hpczero.model.shapes import Layer
 from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import Interval, Times, simulate
+from hpczero.planner.advice import sentence
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.composed import Pipeline, compose
@@ -16,7 +17,6 @@ from hpczero.planner.once import Once
 from hpczero.planner.platform import Platform
 from hpczero.planner.predicted import Computing, Predicted
 from hpczero.planner.software import Software, own
-from hpczero.planner.step_costs import CAUSES
 from hpczero.planner.step_work import StepWork
 from hpczero.planner.timetable import Durations
 from hpczero.spec.schema import Spec
@@ -30,6 +30,7 @@ class StepTime:
     second of all devices.
     """
 
+    spec: Spec
     causes: dict[str, float]
     tokens: int
     model_operations: float
@@ -52,7 +53,10 @@ class StepTime:
     def largest(self, count: int = 3) -> list[tuple[str, float, str]]:
         """Return the largest causes: name, share of the step, what would shrink it."""
         ranked = sorted(self.causes, key=lambda cause: -self.causes[cause])[:count]
-        return [(cause, self.causes[cause] / self.seconds, _sentence(cause)) for cause in ranked]
+        return [
+            (cause, self.causes[cause] / self.seconds, sentence(cause, self.spec))
+            for cause in ranked
+        ]
 
     def intervals(self) -> tuple[tuple[Interval, ...], ...]:
         """Return when each stage carries out which action, for a drawing."""
@@ -61,11 +65,6 @@ class StepTime:
         times = Times(actions, self.durations.transfers)
         plan = schedule(of.kind, of.stages, of.chunks, of.micro_batches)
         return simulate(plan, of.chunks, of.micro_batches, times).intervals
-
-
-def _sentence(cause: str) -> str:
-    called, shrinks = CAUSES[cause]
-    return f"{called}: less with {shrinks}"
 
 
 def predict(
@@ -132,7 +131,7 @@ def time_of(
     samples, seq_len = work.spec.train.global_batch, work.spec.seq_len
     peak = costs.rates.peak * work.nodes.ranks
     operations = samples * work.operations
-    return StepTime(causes, samples * seq_len, operations, peak, pipeline, durations)
+    return StepTime(work.spec, causes, samples * seq_len, operations, peak, pipeline, durations)
 
 
 def _in_closed_form(costs: Predicted) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
 from hpczero.planner.allocation import Allocation
@@ -68,6 +68,14 @@ class Measured:
     def predicted(self, cluster: Cluster | None = None, **software: Any) -> StepTime:
         where = cluster or find(self.cluster).cluster
         return time_of(self.work, where, replace(self.software, **software))
+
+
+class Shape(NamedTuple):
+    """The sizes of a GPT."""
+
+    layers: int
+    hidden: int
+    heads: int
 
 
 def gpt(layers: int, hidden: int, heads: int, seq_len: int, vocab: int, **more: Any) -> Model:
@@ -165,16 +173,7 @@ def zero() -> Iterator[Measured]:
         (400, 75, 8192, 64, 64, 16, 36.4),
     )
     for ranks, depth, hidden, heads, samples, tensor, rate in rows:
-        batch, vocab = samples * ranks // tensor, 51200
-        spec = Spec(
-            model=gpt(depth, hidden, heads, 1024, vocab, dropout=0.1),
-            train=Train(global_batch=batch, micro_batch=samples, precision="fp16"),
-            parallel=Parallel(tensor=tensor, order="tensor,data,pipeline"),
-            zero=Zero(stage=2),
-            memory=Memory(recompute="block"),
-        )
-        counted = 1 + 1024 / 6 / hidden + vocab / 16 / depth / hidden
-        operations = 96 * batch * 1024 * depth * hidden**2 * counted
+        spec = of_deepspeed(Shape(depth, hidden, heads), ranks, tensor, samples, stage=2)
         yield Measured(
             f"{depth} x {hidden}, tensor {tensor}, {ranks} GPUs",
             spec,
@@ -182,6 +181,24 @@ def zero() -> Iterator[Measured]:
             "dgx2-v100",
             FUSED,
             DEEPSPEED_2020,
-            operations / ranks / rate / 1e12,
+            counted_operations(spec) / ranks / rate / 1e12,
             f"{depth}x{hidden}",
         )
+
+
+def of_deepspeed(shape: Shape, ranks: int, tensor: int, samples: int, stage: int) -> Spec:
+    """Return a step with one micro-batch of so many samples a replica, its blocks recomputed."""
+    return Spec(
+        model=gpt(*shape, 1024, 51200, dropout=0.1),
+        train=Train(global_batch=samples * ranks // tensor, micro_batch=samples, precision="fp16"),
+        parallel=Parallel(tensor=tensor, order="tensor,data,pipeline"),
+        zero=Zero(stage=stage),
+        memory=Memory(recompute="block"),
+    )
+
+
+def counted_operations(spec: Spec) -> float:
+    """Return a step's operations as `zero`'s authors count them."""
+    model, seq = spec.model, spec.seq_len
+    counted = 1 + seq / 6 / model.hidden + model.vocab / 16 / model.layers / model.hidden
+    return 96 * spec.train.global_batch * seq * model.layers * model.hidden**2 * counted
