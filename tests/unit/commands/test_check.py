@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpczero.cli import main
+from hpczero.planner.cluster import find
 from tests.support.clusters import one_node
 from tests.support.launch import BLOCKER, HEAVY
 
@@ -108,14 +109,14 @@ def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("cluster", "settings"),
     [
-        (["batch.cluster=small.toml", "train.device=cpu", "model.layers=40"], "8.0 GB"),
-        (["model.hidden=16384", "model.heads=128"], "80.0 GB"),
+        ("small.toml", ["batch.cluster=small.toml", "train.device=cpu", "model.layers=40"]),
+        ("dgx-h100", ["model.hidden=16384", "model.heads=128"]),
     ],
 )
 def test_memory_that_only_the_cluster_knows_refuses_a_job(
-    settings: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [word for setting in settings for word in ("--set", setting)]
     ranks = ("--ranks", "8", "--ranks-per-node", "8", "--set", "zero.stage=0")
@@ -123,7 +124,8 @@ def test_memory_that_only_the_cluster_knows_refuses_a_job(
     out, err = capsys.readouterr()
     assert "spec.toml does not fit its nodes" in out
     assert err.count("hpczero: ") == 1
-    assert said in err
+    node = find(cluster).cluster.hardware
+    assert f"where {node.gpu_memory_gb or node.memory_gb:.1f} GB are available" in err
     assert check(*ranks, *options, "--set", "batch.cluster=") == 0, "nothing else knows it"
 
 

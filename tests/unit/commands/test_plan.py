@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpczero.cli import main
+from hpczero.planner.advice import CALLED
 from hpczero.planner.layouts import TABLES
-from hpczero.planner.step_costs import CAUSES
 from hpczero.spec.load import load
 from tests.support.launch import hpczero, launch
 
@@ -213,9 +213,8 @@ def test_the_largest_causes_of_the_first_one(capsys: pytest.CaptureFixture[str])
     assert len(lines) == 3
     largest = sorted(causes, key=lambda cause: -causes[cause])[:3]
     for line, cause in zip(lines, largest, strict=True):
-        called, shrinks = CAUSES[cause]
         share = causes[cause] / sum(causes.values())
-        assert line == f"  {share:>4.0%} {called}: less with {shrinks}"
+        assert line.partition(": less with ")[0] == f"  {share:>4.0%} {CALLED[cause]}"
 
 
 @pytest.mark.usefixtures("here")
@@ -224,7 +223,7 @@ def test_a_model_that_has_to_be_built(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "mine.models:build has to be built before its layers are known" in out
     assert "a step is 16,384 tokens" in out
-    assert "2 nodes of 8 ranks: ZeRO 0 16 (at most 5.00G parameters), ZeRO 1 4.75" in out
+    assert "2 nodes of 8 ranks: ZeRO 0 16 (at most 5.31G parameters), ZeRO 1 4.75" in out
 
 
 def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
