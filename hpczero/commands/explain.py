@@ -138,7 +138,8 @@ def _of_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
 def _figures(lines: list[dict[str, Any]], name: str) -> list[float]:
     """Return what the lines have under a name; what is no number is left out."""
     values = [line.get(name) for line in lines]
-    return [float(value) for value in values if type(value) in (int, float) and isfinite(value)]
+    numbers = [float(value) for value in values if isinstance(value, (int, float))]
+    return [number for number in numbers if isfinite(number)]
 
 
 def _together(

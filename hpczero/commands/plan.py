@@ -45,8 +45,7 @@ def plan(options: Namespace) -> int:
         raise InputError(f"--top {options.top}: at least one layout")
     if not known(job.spec.model):
         nodes = [Allocation.of_nodes(count, job.ranks_per_node) for count in job.node_counts]
-        said = plan_report.of_unknown_model(job.spec, job.machine, nodes)
-        print(for_terminal("\n".join(said)))
+        print(for_terminal("\n".join(plan_report.of_unknown_model(job.spec, job.machine, nodes))))
         return 0
     if options.why:
         return _explain(job)
