@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import numpy as np  # noqa: E402
 
 from hpczero.calibrate.replay import replay  # noqa: E402
 from hpczero.calibrate.run_trace import RunTrace  # noqa: E402
+from hpczero.safe_files import make_folders, write_text  # noqa: E402
 from hpczero.spec.load import to_toml  # noqa: E402
 from hpczero.spec.rules import contradictions, without_effect  # noqa: E402
 from hpczero.spec.schema import (  # noqa: E402
@@ -83,8 +83,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for the runs and clusters")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    folder = options.keep or Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
+    if options.keep:
+        make_folders(options.keep)
+        hold_all(options, options.keep)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            hold_all(options, Path(folder))
+
+
+def hold_all(options: argparse.Namespace, folder: Path) -> None:
     rates = options.rates or [""]
     clusters = {rate: options.cluster or calibrated(rate, folder) for rate in rates}
     errors = Errors()
@@ -92,8 +99,6 @@ def main() -> None:
         rate = rates[number % len(rates)]
         hold(spec, rate, clusters[rate], folder, errors)
     errors.print()
-    if not options.keep:
-        shutil.rmtree(folder)
 
 
 def jobs(seed: int, steps: int) -> Iterator[Spec]:
@@ -204,7 +209,7 @@ def carry_out(words: list[str]) -> None:
 def trained(spec: Spec, rate: str, cluster: str, folder: Path) -> Path:
     job = spec.model_copy(update={"output": str(folder), "batch": Batch(cluster=cluster)})
     path = folder / f"{spec.name}.toml"
-    path.write_text(to_toml(job))
+    write_text(path, to_toml(job))
     carry_out(command(rate, ["run", str(path), "--fresh"]))
     return folder / spec.name
 

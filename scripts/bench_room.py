@@ -33,6 +33,7 @@ from hpczero.planner.memory import needs_on_grid  # noqa: E402
 from hpczero.planner.platform import Platform  # noqa: E402
 from hpczero.planner.room import Account  # noqa: E402
 from hpczero.planner.volumes import resolved  # noqa: E402
+from hpczero.safe_files import write_text  # noqa: E402
 from hpczero.spec.load import to_toml  # noqa: E402
 from hpczero.spec.schema import Checkpoint, Memory, Model, Parallel, Spec, Train, Zero  # noqa: E402
 
@@ -101,7 +102,7 @@ def started(spec: Spec, limit: int) -> tuple[bool, int]:
     """Run the job, whose memory is limited once it has begun; return if it lives, and its most."""
     with tempfile.TemporaryDirectory() as folder, cgroup() as group:
         path = Path(folder) / "spec.toml"
-        path.write_text(to_toml(spec.model_copy(update={"output": folder})))
+        write_text(path, to_toml(spec.model_copy(update={"output": folder})))
         mpirun = str(Path(sys.executable).parent / "mpirun")
         words = [mpirun, "-n", str(RANKS), sys.executable, "-m", "hpczero", "run", str(path)]
         inside = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *words]

@@ -27,6 +27,7 @@ from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers  # noqa: E
 from hpczero.planner.memory import needs_on_grid  # noqa: E402
 from hpczero.planner.platform import Platform  # noqa: E402
 from hpczero.planner.volumes import Volumes  # noqa: E402
+from hpczero.safe_files import write_text  # noqa: E402
 from hpczero.spec.load import to_toml  # noqa: E402
 from hpczero.spec.schema import Batch, Checkpoint, Model, Parallel, Spec, Train, Zero  # noqa: E402
 
@@ -109,7 +110,7 @@ def measured(spec: Spec, ranks: int) -> Figures:
     """Run the job, and return the figures of its summary."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.toml"
-        path.write_text(to_toml(spec.model_copy(update={"output": folder})))
+        write_text(path, to_toml(spec.model_copy(update={"output": folder})))
         mpirun = str(Path(sys.executable).parent / "mpirun")
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "hpczero", "run", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, cwd=ROOT)
