@@ -1,4 +1,4 @@
-"""Verbs and arguments of the command line as values, for the tables in `verbs.py`."""
+"""Verbs and arguments of the command line as values, for `verbs.py` and `verb_groups.py`."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -61,3 +61,33 @@ def add_verbs(parser: argparse.ArgumentParser, verbs: Mapping[str, Verb]) -> Non
     added = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for name, add in verbs.items():
         add(added, name)
+
+
+# ------------------------------------------------------------- arguments that several verbs have
+
+JSON = flag("--json", "print JSON")
+SET = argument(
+    "--set SECTION.KEY=VALUE",
+    "override one key (may be repeated)",
+    dest="overrides",
+    action="append",
+    default=[],
+)
+SPEC = (argument("spec", "the job's TOML file"), SET)
+RUN_HELP = "the run's directory, its name, or its spec"
+RUN = argument("run RUN", RUN_HELP)
+STEP = argument("--step N", "of a run: the checkpoint of this step", type=int)
+CHECKPOINT_HELP = "a checkpoint's folder, or a run's directory (then its newest complete one)"
+CHECKPOINT = argument("checkpoint CKPT", CHECKPOINT_HELP)
+DEVICE = argument(
+    "--device",
+    "the device to compute on (default: auto, a GPU if there is one)",
+    choices=["auto", "cpu", "cuda"],
+    default="auto",
+)
+PRECISION = argument(
+    "--precision",
+    "number format of the weights (default: the run's; fp32 for fp16 on CPUs)",
+    choices=["bf16", "fp16", "fp32"],
+)
+TOKENIZERS = "byte, a tokenizer.json, a SentencePiece *.model, or a folder with one of them"

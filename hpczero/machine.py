@@ -227,6 +227,18 @@ def _first_thread(cpu: int, root: Path) -> int:
     return int(first[0]) if first else cpu
 
 
+def processor(root: Path = ROOT) -> str:
+    """Return the processor's name, as in "AMD EPYC 7763 64-Core Processor"."""
+    named = re.search(r"^model name\s*:\s*(\S.*)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    return named[1] if named else f"a processor ({os.uname().machine})"
+
+
+def waited_for_core(root: Path = ROOT) -> float:
+    """Return the seconds that this thread could have run and had no core; 0 if unknown (Linux)."""
+    counts = _text(root / "proc/thread-self/schedstat").split()
+    return int(counts[1]) / 1e9 if len(counts) == 3 else 0.0
+
+
 def threads_per_rank(affinities: Sequence[Set[int]], quota: float | None = None) -> list[int]:
     """Return the number of threads, at least one, for each rank of a node.
 

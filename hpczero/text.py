@@ -167,7 +167,7 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def parse_duration(text: str) -> int:
-    """Return the seconds in "1h30m", "12:00:00" or "1-12:00:00" (schema.WALLTIME)."""
+    """Return the seconds in "1h30m", "12:00:00" or "1-12:00:00" (spec.table.WALLTIME)."""
     if ":" not in text:
         parts = re.findall(r"(\d+)([dhms])", text)
         return sum(int(count) * _SECONDS[unit] for count, unit in parts)

@@ -1,11 +1,11 @@
 """The parts of `scripts/test.sh --all`: what each runs, and which of them a change calls for.
 
-    python scripts/all_parts.py                names, minutes and contents
-    python scripts/all_parts.py names
-    python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
-    python scripts/all_parts.py due NUMBER MINUTES [FILE...]
-        the parts to run after a change of these files, in so many minutes: those whose rooms it
-        touches, then the others; NUMBER, another one for every change, says whose turn it is
+python scripts/all_parts.py                names, minutes and contents
+python scripts/all_parts.py names
+python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
+python scripts/all_parts.py due NUMBER MINUTES [FILE...]
+    the parts to run after a change of these files, in so many minutes: those whose rooms it
+    touches, then the others; NUMBER, another one for every change, says whose turn it is
 """
 
 import sys
@@ -26,7 +26,10 @@ MEMORY = "tests/mpi/parallel/activations tests/mpi/parallel/offload"
 PARALLEL = f"tests/mpi/parallel --ignore={GRIDS} --ignore={ZERO} " + " ".join(
     f"--ignore={folder}" for folder in MEMORY.split()
 )
-RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner tests/mpi/inference"
+RANKS = " ".join(
+    f"tests/mpi/{room}"
+    for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
+)
 ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
     "tests/mpi/parallel/zero/test_zero.py"
@@ -45,8 +48,14 @@ PARTS = {
     ),
     "commands": Part(
         9,
-        ("hpczero/commands", "hpczero/data", "hpczero/doctor", "hpczero/spec", "hpczero/planner"),
-        tuple(f"tests/system/{room}" for room in ("data", "doctor", "planner", "scripts", "spec")),
+        tuple(
+            f"hpczero/{room}"
+            for room in ("calibrate", "commands", "data", "doctor", "spec", "planner")
+        ),
+        tuple(
+            f"tests/system/{room}"
+            for room in ("calibrate", "data", "doctor", "planner", "scripts", "spec")
+        ),
     ),
     "runs": Part(
         20,
@@ -62,7 +71,8 @@ PARTS = {
     "ranks": Part(
         15,
         tuple(
-            f"hpczero/{room}" for room in ("comm", "checkpoint", "train", "planner", "inference")
+            f"hpczero/{room}"
+            for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
         ),
         (f"-n 8 {RANKS}",),
     ),

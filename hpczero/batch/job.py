@@ -19,7 +19,9 @@ from hpczero.data.samples import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import known, layers
 from hpczero.planner import fit
-from hpczero.planner.memory import as_run
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.outlook import Outlook, outlook
+from hpczero.planner.platform import as_run
 from hpczero.planner.volumes import resolved
 from hpczero.spec import site_profile
 from hpczero.spec.schema import Batch, Spec
@@ -271,6 +273,15 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
             yield problem
 
 
+def _outlook(spec: Spec, job: BatchJob) -> Outlook | None:
+    """Return the predicted time of the job, where its program is hpczero's own."""
+    if spec.batch.command:
+        return None
+    platform = sites.platform(spec, hardware(job.batch, job.partition).gpus)
+    nodes = Allocation(job.ranks, job.ranks_per_node)
+    return outlook(spec, layers(spec.model), nodes, platform) if known(spec.model) else None
+
+
 def supply_of(spec: Spec, must_be_here: bool = False) -> str:
     """Return how much text there is for the run, in words; "" where a program of its own reads it.
 
@@ -279,8 +290,13 @@ def supply_of(spec: Spec, must_be_here: bool = False) -> str:
     return "" if spec.batch.command else count_tokens(spec, must_be_here).in_words()
 
 
-def print_notes(spec: Spec, supply: str) -> None:
-    """Say which data the job has (`supply_of`), and which profiles of sites are left out."""
+def print_notes(spec: Spec, job: BatchJob, supply: str) -> None:
+    """Say how long the job takes, if that is predicted, which data it has (`supply_of`), and which
+    profiles of sites are left out.
+    """
+    time = _outlook(spec, job)
+    for line in [*time.in_lines(), *time.warnings()] if time else []:
+        print(f"hpczero: {line}", file=sys.stderr)
     if supply:
         print(f"hpczero: data.source = {toml_repr(spec.data.source)}: {supply}", file=sys.stderr)
     for line in site_profile.unusable():

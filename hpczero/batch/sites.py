@@ -15,8 +15,9 @@ from hpczero.batch import command
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY
-from hpczero.planner.memory import Platform, device_of
+from hpczero.planner import cluster
 from hpczero.planner.needs import Hardware
+from hpczero.planner.platform import Platform, device_of
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import toml_value
 from hpczero.spec.schema import Batch, Spec
@@ -101,10 +102,14 @@ def all_names() -> list[str]:
 
 
 def hardware(batch: Batch, partition: Partition) -> Hardware:
-    """Return the hardware a job has on each node: as the spec asks, else as the partition has."""
+    """Return the hardware a job has on each node: as the spec asks, else as the partition has.
+
+    What neither says is that of the cluster, if there is one.
+    """
     memory = gigabytes(batch.mem) if batch.mem else partition.memory_gb
     gpus = batch.gpus_per_node or partition.gpus
-    return Hardware(memory, gpus, partition.gpu_memory_gb)
+    known = Hardware(memory, gpus, partition.gpu_memory_gb)
+    return known.completed(cluster.find(batch.cluster).cluster.hardware) if batch.cluster else known
 
 
 def platform(spec: Spec, gpus: int) -> Platform:

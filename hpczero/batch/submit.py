@@ -68,7 +68,7 @@ def submit(options: Namespace) -> int:
     supply = supply_of(spec, must_be_here=not options.dry_run)
     record, job = _planned(spec, run, options.probe, overrides)
     script = render(job)
-    print_notes(spec, supply)
+    print_notes(spec, job, supply)
     times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
     summary = f"{job.site}: {job.size} for {job.clock}{times}, {job.cost} each"
     if options.dry_run:

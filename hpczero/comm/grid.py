@@ -75,7 +75,7 @@ class Grid:
             yield self._group(first, axes)
 
     def _group(self, first: int, axes: Sequence[str]) -> tuple[int, ...]:
-        return tuple(self.rank_at_place[place] for place in self._places(first, axes))
+        return tuple(map(self.rank_at_place.__getitem__, self._places(first, axes)))
 
     def _places(self, first: int, axes: Sequence[str]) -> list[int]:
         """Return the places along the axes, from the one where their coordinates are all 0."""
@@ -85,7 +85,10 @@ class Grid:
             if axis in axes:
                 stride = self._stride[axis]
                 steps = range(0, self.size(axis) * stride, stride)
-                places = [place + step for step in steps for place in places]
+                if places == [first]:
+                    places = list(range(first, first + steps.stop, stride))
+                else:
+                    places = [place + step for step in steps for place in places]
         return places
 
     def divided(self, axis: str, parts: Mapping[str, int]) -> "Grid":

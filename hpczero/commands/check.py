@@ -18,8 +18,10 @@ from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
 
 if TYPE_CHECKING:
-    from hpczero.planner.memory import Platform
+    from hpczero.planner.allocation import Allocation
     from hpczero.planner.needs import Hardware
+    from hpczero.planner.outlook import Outlook
+    from hpczero.planner.platform import Platform
 
 _MOST_RANKS = 1_000_000
 _LONG = 4096  # tokens of a sequence
@@ -117,6 +119,7 @@ class Layout:
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     memory: dict[str, Any] | None  # `planner.forecast`
+    time: "Outlook | None"  # None where the cluster is not known, too
     sharing_left_out: str  # why the ranks of a node do not share states where they could; or ""
     recompute: str  # memory.recompute, decided if it is "auto"
     refusal: str  # why it does not fit the nodes, as far as they are known; empty: it does
@@ -128,7 +131,7 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         if per_node is not None:
             raise InputError(f"--ranks-per-node {per_node} needs --ranks, the number of all ranks")
         return None
-    from hpczero.planner.memory import as_run
+    from hpczero.planner.platform import as_run
 
     node, platform = _runs_on(spec)
     spec = as_run(spec, platform.device)
@@ -140,23 +143,26 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
             f"--ranks {ranks} --ranks-per-node {per_node}: "
             f"from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node"
         )
-    return _layout(spec, [rank // per_node for rank in range(ranks)], node, platform)
+    from hpczero.planner.allocation import Allocation
+
+    return _layout(spec, Allocation(ranks, per_node), node, platform)
 
 
-def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Platform") -> Layout:
+def _layout(spec: Spec, on: "Allocation", node: "Hardware", platform: "Platform") -> Layout:
     from hpczero.comm.grid import Grid
     from hpczero.data.samples import micro_batch_sizes
     from hpczero.model.families import known, layers
     from hpczero.planner import forecast
+    from hpczero.planner.outlook import outlook
     from hpczero.planner.volumes import resolved
 
-    parallel = resolved(spec, node_of_rank)
-    grid = Grid.build(parallel, node_of_rank)
+    parallel = resolved(spec, on.node_of_rank)
+    grid = Grid.build(parallel, on.node_of_rank)
     data_ranks = grid.size("data")
     micro_batches, smallest, largest = micro_batch_sizes(
         spec.train.global_batch, spec.train.micro_batch, data_ranks
     )
-    stages = sent = memory = None
+    stages = sent = memory = time = None
     refusal = ""
     if known(spec.model):
         model = layers(spec.model)
@@ -165,9 +171,10 @@ def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Pl
         stages = forecast.stages(spec, model)
         sent = forecast.sent(spec, model, grid)
         memory = job.memory(model)
+        time = outlook(spec, model, on, platform)
     return Layout(
         grid=grid.describe(),
-        ranks=len(node_of_rank),
+        ranks=on.ranks,
         order=parallel.order,
         axes=dict(zip(grid.axes, grid.sizes, strict=True)),
         data_ranks=data_ranks,
@@ -178,6 +185,7 @@ def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Pl
         stages=stages,
         sent=sent,
         memory=memory,
+        time=time,
         sharing_left_out=forecast.sharing_left_out(spec.zero, grid),
         refusal=refusal,
         recompute=spec.memory.recompute,
@@ -201,6 +209,7 @@ def _layout_notes(spec: Spec, layout: Layout | None) -> list[str]:
     notes = [layout.sharing_left_out] if layout.sharing_left_out else []
     if spec.memory.recompute == "auto":
         notes.append(f'memory.recompute = "auto" becomes "{layout.recompute}" here')
+    notes += layout.time.warnings() if layout.time else []
     if batch >= layout.data_ranks:
         return notes
     idle = f"{layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks"
@@ -247,6 +256,7 @@ def _as_text(
         lines += [f"  ranks     {first}", *(f"          {line}" for line in others)]
         lines += [f"            {_micro_batches(layout)}", *_topology(layout)]
         lines += _memory(layout.memory)
+        lines += _titled("time", list(layout.time.in_lines())) if layout.time else []
     changed = [
         (name, value) for name, value in flat(loaded.spec).items() if value != keys()[name].default
     ]
@@ -344,9 +354,13 @@ def _as_data(loaded: Loaded, layout: Layout | None, notes: list[str]) -> dict[st
         "sources": {
             name: source.text for name, source in loaded.sources.items() if source.text != "default"
         },
-        "layout": vars(layout) if layout else None,
+        "layout": _layout_as_data(layout) if layout else None,
         "notes": notes,
     }
+
+
+def _layout_as_data(layout: Layout) -> dict[str, Any]:
+    return vars(layout) | {"time": layout.time.as_data() if layout.time else None}
 
 
 def _explained(loaded: Loaded, name: str) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def render(options: Namespace) -> int:
     else:
         print(script, end="")
     print(f"hpczero: {job.site}: {job.size}, {job.cost}", file=sys.stderr)
-    print_notes(spec, supply)
+    print_notes(spec, job, supply)
     if spec.batch.chain > 1:
         print(
             f"hpczero: batch.chain = {spec.batch.chain}: "

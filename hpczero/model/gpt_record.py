@@ -3,6 +3,7 @@
 GPT-2's architecture and initial values: Radford et al. 2019. The torch model is `model/gpt.py`.
 """
 
+from hpczero.model.decoder_work import core, of_embedding, of_head
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
@@ -17,6 +18,7 @@ from hpczero.model.shapes import (
     ffn,
     head_dim,
 )
+from hpczero.model.work import LayerWork, Pass, Product, WorkLayout
 from hpczero.spec.schema import Model
 
 
@@ -103,11 +105,46 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     return of_decoder(model, tokens, element, part, block)
 
 
+def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
+    """Count products, attention, and what lies between them.
+
+    Forward: both norms (h + h each), both sums with the residual stream (3 h), GELU (2 w), and
+    attention's result in the order of tokens (2 i). Backward: norms 3 h, sums 3 h, GELU 3 w; the
+    gradient of queries, keys and values side by side (6 i) and of the result (2 i); biases' sums.
+    """
+    if layer.kind == "embedding":
+        return of_embedding(model, layout)
+    if layer.kind == "head":
+        return of_head(model, layout)
+    heads, wide = layout.share(model.heads), layout.share(ffn(model))
+    inner = heads * head_dim(model)
+    tokens, hidden = layout.tokens, model.hidden
+    products = (
+        Product(tokens, 3 * inner, hidden),
+        Product(tokens, hidden, inner),
+        Product(tokens, wide, hidden),
+        Product(tokens, hidden, wide),
+    )
+    # elements moved: of the residual stream's rows, and of the columns of this rank
+    stream, columns = layout.rows * hidden, tokens * inner
+    cheap = 4 * stream + 2 * tokens * wide
+    forward = layout.element * (cheap + 6 * stream + 2 * columns)
+    backward = layout.element * (14 * stream + 11 * columns + 4 * tokens * wide)
+    masks = layout.element * 4 * stream if model.dropout else 0.0
+    attention = core(layout, heads, head_dim(model), 0)
+    return LayerWork(
+        Pass(products, (attention,), forward + masks, 7),
+        Pass(bytes=backward + masks, launches=20),
+        again=Pass(bytes=layout.element * cheap, launches=3),
+    )
+
+
 GPT = Family(
     model="hpczero.model.gpt:GPT",
     layers=_layers,
     operations=_operations,
     activations=_activations,
+    work=_work,
     tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
     tensor_plan={
         "embedding.lookup": "vocabulary",

@@ -3,6 +3,7 @@
 Initial values are GPT-2's (Radford et al. 2019). The torch model is `model/llama.py`.
 """
 
+from hpczero.model.decoder_work import core, of_embedding, of_head
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
 from hpczero.model.shapes import (
     NORM_OF_HEADS,
@@ -20,6 +21,7 @@ from hpczero.model.shapes import (
     kv_heads,
     window,
 )
+from hpczero.model.work import LayerWork, Pass, Product, WorkLayout
 from hpczero.spec.schema import Model
 
 _NORMAL = Initial("normal", 0.02)
@@ -145,11 +147,68 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     return of_decoder(model, tokens, element, part, block)
 
 
+def _heads_of_rank(model: Model, ranks: int) -> tuple[int, int]:
+    """Return the queries' and the keys' heads with which the busiest tensor rank works."""
+    group = model.heads // kv_heads(model)
+    if ranks <= kv_heads(model):
+        of_keys = -(-kv_heads(model) // ranks)
+        return of_keys * group, of_keys
+    own = -(-model.heads // ranks)
+    return own, 1 + (own - 1) // group
+
+
+def _block_products(model: Model, layout: WorkLayout) -> tuple[Product, ...]:
+    heads, of_keys = _heads_of_rank(model, layout.tensor)
+    grain, hidden, wide = head_dim(model), model.hidden, layout.share(ffn(model))
+    return (
+        Product(layout.tokens, heads * grain, hidden),
+        Product(layout.tokens, of_keys * grain, hidden),
+        Product(layout.tokens, of_keys * grain, hidden),
+        Product(layout.tokens, hidden, heads * grain),
+        Product(layout.tokens, 2 * wide, hidden),
+        Product(layout.tokens, hidden, wide),
+    )
+
+
+def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
+    """Count products, attention, and what lies between them.
+
+    Forward: norms (2 numbers each), sums with the residual stream (3), rotary (2), the gated unit
+    (3 w), attention's result in the order of tokens (2). Backward: 3, 3, 2, 5 w and 2, and the sum
+    of the three gradients of attention's input (6). PyTorch's norm works in fp32, operation by
+    operation: six times the bytes; its rotary three times, its gated unit 5 w and 8 w.
+    """
+    if layer.kind == "embedding":
+        return of_embedding(model, layout)
+    if layer.kind == "head":
+        return of_head(model, layout)
+    heads, of_keys = _heads_of_rank(model, layout.tensor)
+    turned = layout.tokens * (heads + of_keys) * head_dim(model)
+    stream, columns = layout.rows * model.hidden, layout.tokens * heads * head_dim(model)
+    gates = layout.tokens * layout.share(ffn(model))
+    fused = "rms_norm" in layout.kernels
+    of_norms, of_turns, of_gates = (1, 1, (3, 5)) if fused else (6, 3, (5, 8))
+    norms = (2 + 2 * model.post_norms) * stream + model.qk_norm * turned
+    cheap = of_norms * 2 * norms + of_gates[0] * gates
+    forward = cheap + 6 * stream + of_turns * 2 * turned + 2 * columns
+    backward = of_norms * 3 * norms + 12 * stream + of_turns * 2 * turned + of_gates[1] * gates
+    extra = 2 * model.post_norms + 2 * model.qk_norm
+    launches = (8 + extra, 16 + 3 * extra) if fused else (43 + 8 * extra, 69 + 17 * extra)
+    index = int(layer.name.rpartition(".")[2])
+    attention = core(layout, heads, head_dim(model), window(model, index))
+    return LayerWork(
+        Pass(_block_products(model, layout), (attention,), layout.element * forward, launches[0]),
+        Pass(bytes=layout.element * (backward + 2 * columns), launches=launches[1]),
+        again=Pass(bytes=layout.element * cheap, launches=3 if fused else 18),
+    )
+
+
 LLAMA = Family(
     model="hpczero.model.llama:Llama",
     layers=_layers,
     operations=_operations,
     activations=_activations,
+    work=_work,
     tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
     tensor_plan={
         "embedding.lookup": "vocabulary",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 
+from hpczero.model.work import LayerWork, WorkLayout
 from hpczero.spec.schema import Model
 
 
@@ -185,6 +186,7 @@ class Family:
     # of one sequence of so many tokens in each layer, and its backward
     operations: Callable[[Model, int], list[int]]
     activations: Callable[[Model, int, int, ChunkLayout], Moments]  # tokens, bytes of a number
+    work: Callable[[Model, Layer, WorkLayout], LayerWork]  # of a layer for a micro-batch
     # kind of layer -> sums of activations over tensor ranks in forward, and in backward
     tensor_sums: Mapping[str, tuple[int, int]]
     tensor_plan: Mapping[str, str]

@@ -8,15 +8,10 @@ from math import prod
 from hpczero.comm.grid import Grid
 from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import Layer
-from hpczero.planner.memory import (
-    CPUS,
-    Platform,
-    needs_of_nodes,
-    nodes_of_ranks,
-    placements,
-    saves_behind,
-)
+from hpczero.planner.memory import needs_of_nodes, saves_behind
 from hpczero.planner.needs import FILES, Hardware, NodeNeed
+from hpczero.planner.placement import nodes_of_ranks, placements
+from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec

@@ -12,8 +12,9 @@ from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words
-from hpczero.planner.memory import Platform, needs_on_grid
+from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.needs import Hardware, NodeNeed, of_account
+from hpczero.planner.platform import Platform
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Spec, Zero

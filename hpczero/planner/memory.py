@@ -18,98 +18,53 @@ and temporary tensors at the widest moment of a step), batches read ahead, Pytho
 libraries.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 from hpczero.comm.grid import Grid
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known
-from hpczero.model.shapes import Layer
-from hpczero.parallel.layout import UnitLayout
-from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
+from hpczero.model.shapes import Layer, Moments
+from hpczero.parallel.layout import ALIGNMENT, UnitLayout
+from hpczero.parallel.pipeline.partition import (
+    Chunks,
+    LayoutCache,
+    Tied,
+    chunks_of_stages,
+    handed_on,
+)
 from hpczero.parallel.states import (
-    ADAMW,
     Offload,
     Precision,
     Sharded,
-    UpdateMemory,
     bytes_in_places,
     bytes_over_bus,
-    shares_nodes,
+    state_bytes,
 )
-from hpczero.planner.activations import activations, arrived, element_bytes, peak, sent_to_host
+from hpczero.planner.activations import (
+    activations,
+    arrived,
+    element_bytes,
+    kinds_of,
+    moments_of,
+    peak,
+    sent_to_host,
+)
 from hpczero.planner.needs import Need, NodeNeed
+from hpczero.planner.once import Once
+from hpczero.planner.placement import Placement, nodes_of_ranks, placements
+from hpczero.planner.platform import CPUS, Platform, as_run, bucket_bytes
 from hpczero.planner.volumes import resolved
-from hpczero.spec.schema import Spec, Zero
+from hpczero.spec.schema import Memory, Spec
 
-BUCKET_MB = {"cpu": 4, "cuda": 256}
 BLOCK = 4096  # elements: sums are made in whole blocks
 # Bytes of a rank before it has a model: Python, torch, MPI, numba. Measured with MPICH and
 # Open MPI, 1 to 4 ranks on a node.
 RUNTIME = 250_000_000
 _TOKEN = 8
-
-
-@dataclass(frozen=True)
-class Platform:
-    """The `device` of a job's tensors: "cpu", where all memory is the computer's, or "cuda".
-
-    `kernels`: operations that hpczero's own kernels carry out; PyTorch does the others.
-    `native`: collectives use torch.distributed in place of MPI. `update`: the optimizer's memory.
-    """
-
-    device: str = "cpu"
-    kernels: frozenset[str] = frozenset()
-    native: bool = False
-    update: UpdateMemory = ADAMW
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.device == "cuda"
-
-
-CPUS = Platform()
-
-
-def device_of(spec: Spec, gpus: int) -> str:
-    """Return "cpu" or "cuda": `train.device`, or for "auto" "cuda" if the nodes have GPUs."""
-    if spec.train.device != "auto":
-        return spec.train.device
-    return "cuda" if spec.batch.gpus_per_node or gpus else "cpu"
-
-
-def bucket_bytes(zero: Zero, device: str) -> int:
-    """Return the size of a communication buffer.
-
-    Each round of a reduction has a start and an end to wait for. A GPU is done with a small round
-    in microseconds, so rounds are few and large there.
-    """
-    return (zero.bucket_mb or BUCKET_MB[device]) << 20
-
-
-def as_run(spec: Spec, device: str) -> Spec:
-    """Return the spec in effect on this device: on GPUs no states are in shared memory."""
-    if device == "cpu":
-        return spec
-    return spec.model_copy(update={"zero": spec.zero.model_copy(update={"node_shared": False})})
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The data ranks of one node that have the same part of the model."""
-
-    data_ranks: int  # on all nodes
-    on_node: int  # of them, on this node
-    shared: bool  # a node's ranks share one copy of the weights
-    stage: int = 0
-    tensor_rank: int = 0
-
-    def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
-        """Return a rank's bytes by kind, with an equal part of the weights that a node shares."""
-        sharers = {"weights": self.on_node} if self.shared else {}
-        return {kind: size // sharers.get(kind, 1) for kind, size in counted.items()}
+LASTING = ("weights", "master", "moments", "gradients")  # states that are there all the time
 
 
 def needs_of_nodes(
@@ -125,48 +80,19 @@ def needs_of_nodes(
     return needs_on_grid(spec, layers, grid, platform)
 
 
-def nodes_of_ranks(ranks_on_nodes: Mapping[int, int]) -> list[int]:
-    """Return the node of each rank, with the nodes in order."""
-    return [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
-
-
 def needs_on_grid(
     spec: Spec, layers: Sequence[Layer], grid: Grid, platform: Platform = CPUS
 ) -> dict[int, NodeNeed]:
     spec = as_run(spec, platform.device)
-    model = _Parts(spec, layers, grid.size("data"), platform)
+    parts = Parts(layers, platform)
     known_needs: dict[object, NodeNeed] = {}
     needs = {}
     for node, places in placements(spec, grid).items():
         key = tuple(places)
         if key not in known_needs:
-            known_needs[key] = NodeNeed(tuple(map(model.need, places)))
+            known_needs[key] = NodeNeed(tuple(parts.need(spec, place) for place in places))
         needs[node] = known_needs[key]
     return needs
-
-
-def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
-    """Return node -> one placement for each part of the model that its ranks have."""
-    by_node: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
-    for group in grid.groups("data"):
-        for node, place in _on_nodes(spec, grid, group).items():
-            by_node[node].append(place)
-    return by_node
-
-
-def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
-    return _on_nodes(spec, grid, grid.ranks(rank, "data"))[grid.node_of_rank[rank]]
-
-
-def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
-    """Return node -> placement of its ranks in a data group, which has one part of the model."""
-    on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
-    part_of_model = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
-    shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
-    return {
-        node: Placement(len(group), count, shared, *part_of_model)
-        for node, count in on_nodes.items()
-    }
 
 
 def need(
@@ -176,88 +102,180 @@ def need(
 
     `layers` are those of the whole model.
     """
-    return _Parts(spec, layers, placement.data_ranks, platform).need(placement)
+    return Parts(layers, platform).need(spec, placement)
 
 
-class _Parts:
-    """The parts of a model that ranks have, each counted once."""
+class _Held(NamedTuple):
+    """The units of a rank, and sums of their elements."""
 
-    def __init__(
-        self, spec: Spec, layers: Sequence[Layer], data_ranks: int, platform: Platform
-    ) -> None:
-        self.spec = spec
+    units: list[UnitLayout]
+    around: int  # of those that are in use while others are
+    largest: int
+    shards: int
+    ties: bool
+
+
+class _States(NamedTuple):
+    """Bytes of a rank's states by kind; those that a node holds once, in windows, in files."""
+
+    private: dict[str, int]
+    together: dict[str, int]
+    windows: int
+    files: int
+    over_bus: int
+    temporary: int  # in a step
+
+
+class Parts:
+    """The parts of a model that ranks have, in any layouts of one job.
+
+    Each figure is counted once for all layouts that agree in what it depends on. The specs have the
+    same [model], `data.seq_len` and `train.precision`.
+    """
+
+    def __init__(self, layers: Sequence[Layer], platform: Platform) -> None:
         self.platform = platform
-        self.chunks = chunks_of_stages(spec, layers)
-        self.units = LayoutCache(data_ranks, spec.parallel.tensor)
-        self._known: dict[object, Need] = {}
+        self._layers = layers
+        self._once = Once()
 
-    def need(self, placement: Placement) -> Need:
-        if placement not in self._known:
-            self._known[placement] = self._count(placement)
-        return self._known[placement]
+    def chunks(self, spec: Spec) -> list[Chunks]:
+        """Return the layers of each stage's chunks."""
+        cut = spec.parallel.pipeline, spec.parallel.chunks
+        return self._once(chunks_of_stages, cut, spec, self._layers)
 
-    def _count(self, placement: Placement) -> Need:
-        spec = self.spec
-        chunks = self.chunks[placement.stage]
+    def alike_ranks(self, spec: Spec) -> list[int]:
+        """Return for each tensor rank the first one whose parts are as large as its own."""
+        parallel = spec.parallel
+        key = parallel.pipeline, parallel.chunks, parallel.tensor, parallel.sequence_parallel
+        return self._once(self._alike_ranks, key, spec)
+
+    def _alike_ranks(self, spec: Spec) -> list[int]:
+        ranks = spec.parallel.tensor
+        layers = chain.from_iterable(chain.from_iterable(self.chunks(spec)))
+        of_shapes = {
+            tuple((one.divided, one.cut(ranks)) for one in layer.parameters): layer
+            for layer in layers
+        }
+        units = LayoutCache(1, ranks)
+        first: dict[object, int] = {}
+        return [
+            first.setdefault(
+                (
+                    handed_on(spec, rank, spec.seq_len),
+                    *(unit.size for unit in units.of(list(of_shapes.values()), rank)),
+                ),
+                rank,
+            )
+            for rank in range(ranks)
+        ]
+
+    def alike_stages(self, spec: Spec) -> list[int]:
+        """Return for each stage the first one whose need is as large as its own, or larger.
+
+        Of inner stages with equally many layers of each kind the first one has the most
+        micro-batches in flight, and the most messages.
+        """
+        memory = spec.memory.model_copy(update={"recompute": "block"})
+        key = spec.parallel.pipeline, spec.parallel.chunks, memory.recompute_every
+        return self._once(self._alike_stages, key, spec, memory)
+
+    def _alike_stages(self, spec: Spec, memory: Memory) -> list[int]:
+        first: dict[object, int] = {}
+        last = spec.parallel.pipeline - 1
+        stages = []
+        for stage, chunks in enumerate(self.chunks(spec)):
+            layers = chain.from_iterable(chunks)
+            ties = tuple(layer.name for layer in layers if isinstance(layer, Tied))
+            kinds = tuple(kinds_of(chunk, memory) for chunk in chunks)
+            key = (kinds, ties) if 0 < stage < last else stage
+            stages.append(first.setdefault(key, stage))
+        return stages
+
+    def need(self, spec: Spec, place: Placement) -> Need:
+        """Return the need of ranks with this placement."""
+        parallel, zero = spec.parallel, spec.zero
         micro_batches, _, samples = micro_batch_sizes(
-            spec.train.global_batch, spec.train.micro_batch, placement.data_ranks
+            spec.train.global_batch, spec.train.micro_batch, place.data_ranks
         )
-        sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
-        precision = Precision(element_bytes(spec), accumulates=micro_batches > 1)
-        held = [layer for chunk in chunks for layer in chunk]
-        units = self.units.of(held, placement.tensor_rank)
-        around = [layer for layer in held if layer.around]
-        around_size = sum(unit.size for unit in self.units.of(around, placement.tensor_rank))
-        update = self.platform.update
-        offload = Offload(
-            self.platform.on_gpus and spec.zero.offload != "none", bool(spec.zero.folder)
-        )
-        kept, files = bytes_in_places(
-            units, sharded, precision, placement.shared, around_size, update, offload
-        )
-        together = {}
-        windows = 0
-        if placement.shared:
-            together = {"weights": kept["weights"]}
-            windows = kept["weights"] + kept[sharded.read_by_others] * placement.on_node
-        message = (
-            samples * prod(handed_on(spec, placement.tensor_rank, spec.seq_len)) * precision.weight
-        )
+        cut = parallel.pipeline, parallel.chunks, parallel.tensor
+        part = cut, place.data_ranks, place.stage, place.tensor_rank
+        held = self._once(self._held, part, spec, place)
+        sharing = place.on_node if place.shared else 0
+        by = part, sharing, zero.stage, zero.offload, micro_batches > 1
+        states = self._once(self._states, by, spec, place, held)
+        of_blocks, moved = self._activations(spec, place.stage, samples, micro_batches)
+        message = samples * prod(handed_on(spec, place.tensor_rank, spec.seq_len))
         evaluates = spec.train.eval_batches > 0
-        messages = arrived(spec.parallel, placement.stage, micro_batches, evaluates)
-        shards = sum(unit.shard_size for unit in units)
+        messages = arrived(parallel, place.stage, micro_batches, evaluates)
         tokens = micro_batches * samples * (spec.seq_len + 1)
-        of_blocks, over_bus = self._activations(placement.stage, samples, micro_batches)
-        if offload.from_device:
-            over_bus += bytes_over_bus(units, sharded, precision)
-        estimates = {
-            "communication": self._buffers(placement, units, samples),
+        copied = self.platform.update.of_element if saves_behind(spec) else 0
+        private = {
+            **states.private,
+            "communication": self._buffers(spec, place, held, samples),
             **of_blocks,
-            "pipeline": messages * message,
-            "checkpoint copy": update.of_element * shards if saves_behind(spec) else 0,
+            "pipeline": messages * message * element_bytes(spec),
+            "checkpoint copy": copied * held.shards,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
             "runtime": RUNTIME,
         }
-        if temporary := update.temporary(units, sharded):
-            estimates["update"] = temporary
-        private = kept | dict.fromkeys(together, 0) | estimates
-        in_files = sum(files.values())
-        return Need(placement.on_node, private, together, windows, in_files, over_bus)
+        if states.temporary:
+            private["update"] = states.temporary
+        over_bus = states.over_bus + moved
+        return Need(place.on_node, private, states.together, states.windows, states.files, over_bus)
 
-    def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
+    def _held(self, spec: Spec, place: Placement) -> _Held:
+        layers = list(chain.from_iterable(self.chunks(spec)[place.stage]))
+        ranks = place.data_ranks, spec.parallel.tensor
+        layouts = self._once(LayoutCache, ranks, *ranks)
+        units = layouts.of(layers, place.tensor_rank)
+        around = layouts.of([layer for layer in layers if layer.around], place.tensor_rank)
+        return _Held(
+            units,
+            sum(unit.size for unit in around),
+            max(unit.size for unit in units),
+            sum(unit.shard_size for unit in units),
+            any(isinstance(layer, Tied) for layer in layers),
+        )
+
+    def _states(self, spec: Spec, place: Placement, held: _Held) -> _States:
+        micro_batches, _, _ = micro_batch_sizes(
+            spec.train.global_batch, spec.train.micro_batch, place.data_ranks
+        )
+        sharded = Sharded.at_stage(spec.zero.stage, place.shared)
+        precision = Precision(element_bytes(spec), accumulates=micro_batches > 1)
+        offload = Offload(
+            self.platform.on_gpus and spec.zero.offload != "none", bool(spec.zero.folder)
+        )
+        update = self.platform.update
+        kept, files = bytes_in_places(
+            held.units, sharded, precision, place.shared, held.around, update, offload
+        )
+        together = {}
+        windows = 0
+        if place.shared:
+            together = {"weights": kept["weights"]}
+            windows = kept["weights"] + kept[sharded.read_by_others] * place.on_node
+        return _States(
+            kept | dict.fromkeys(together, 0),
+            together,
+            windows,
+            sum(files.values()),
+            bytes_over_bus(held.units, sharded, precision) if offload.from_device else 0,
+            update.temporary(held.units, sharded),
+        )
+
+    def _buffers(self, spec: Spec, place: Placement, held: _Held, samples: int) -> int:
         """Return the most bytes of communication buffers.
 
         The data ranks have two (with torch.distributed one) if their gradients leave the node or
         are not shared, the tensor ranks one, tied embeddings one. On GPUs none is larger than its
         largest tensor needs.
         """
-        spec = self.spec
         platform = self.platform
-        ranks = placement.data_ranks
+        ranks = place.data_ranks
         tensor = spec.parallel.tensor
         bucket = bucket_bytes(spec.zero, platform.device)
         width = element_bytes(spec)
-        largest = max(unit.size for unit in units) * width
 
         def buffer(ranks: int, size: int) -> int:
             if not platform.on_gpus:
@@ -265,34 +283,81 @@ class _Parts:
             slots = 4 * ranks if platform.native else 2 * (ranks - 1)
             return min(bucket, slots * (-(-size // ranks) + BLOCK * width))
 
-        sends = placement.on_node < ranks if placement.shared else ranks > 1
-        of_data = (1 if platform.native else 2) * buffer(ranks, largest) if sends else 0
+        sends = place.on_node < ranks if place.shared else ranks > 1
+        of_data = (1 if platform.native else 2) * buffer(ranks, held.largest * width)
         activation = samples * spec.seq_len * spec.model.hidden * width
         of_tensor = buffer(tensor, activation) if tensor > 1 else 0
-        ties = any(
-            isinstance(layer, Tied) for chunk in self.chunks[placement.stage] for layer in chunk
-        )
-        return of_data + of_tensor + ties * bucket
+        return of_data * sends + of_tensor + held.ties * bucket
 
     def _activations(
-        self, stage: int, samples: int, micro_batches: int
+        self, spec: Spec, stage: int, samples: int, micro_batches: int
     ) -> tuple[dict[str, int], int]:
         """Return the bytes by kind, and those that a step moves over the bus.
 
         None for a user's own model: its activations are not known.
         """
-        spec = self.spec
         if not known(spec.model):
             return {"activations": 0, "workspace": 0}, 0
+        parallel, memory = spec.parallel, spec.memory
+        layout = (
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.sequence_parallel,
+            parallel.schedule,
+            parallel.chunks,
+            *memory.__dict__.values(),
+        )
+        key = layout, stage, samples, micro_batches
+        return self._once(self._of_blocks, key, spec, stage, samples, micro_batches)
+
+    def _of_blocks(
+        self, spec: Spec, stage: int, samples: int, micro_batches: int
+    ) -> tuple[dict[str, int], int]:
         offloads = self.platform.on_gpus and spec.memory.offload_activations == "cpu"
-        chunks, kernels = self.chunks[stage], self.platform.kernels
-        here = activations(spec, samples, chunks, stage, micro_batches, kernels, offloads)
+        chunks, kernels = self.chunks(spec)[stage], self.platform.kernels
+        count = self._moments
+        here = activations(spec, samples, chunks, stage, micro_batches, kernels, offloads, count)
         kinds = {"activations": int(here.kept), "workspace": int(here.widest - here.kept)}
         if not offloads:
             return kinds, 0
-        sent = sent_to_host(spec, samples, chunks, kernels)
+        sent = sent_to_host(spec, samples, chunks, kernels, count)
         kinds["activations on the host"] = int(peak(spec.parallel, sent, stage, micro_batches).kept)
         return kinds, 2 * micro_batches * int(sum(chunk.kept for chunk in sent))
+
+    def _moments(
+        self,
+        spec: Spec,
+        samples: int,
+        chunk: Sequence[Layer],
+        kernels: frozenset[str],
+        blocks_here: int | None,
+    ) -> Moments:
+        """Return `moments_of` the chunk, which depends on the kinds of its layers."""
+        parallel, memory = spec.parallel, spec.memory
+        blocks = id(chunk), memory.recompute, memory.recompute_every
+        kinds = self._once(kinds_of, blocks, chunk, memory)
+        key = (
+            kinds,
+            samples,
+            blocks_here,
+            parallel.tensor,
+            parallel.sequence_parallel,
+            parallel.pipeline > 1,
+            memory.partition_activations,
+            memory.loss_chunk,
+        )
+        return self._once(moments_of, key, spec, samples, chunk, kernels, blocks_here)
+
+
+def states_of_a_parameter(spec: Spec, stage: int, data_ranks: int) -> float:
+    """Return the bytes of states for each parameter of a large model, whatever its layers are."""
+    train = spec.train
+    micro_batches, _, _ = micro_batch_sizes(train.global_batch, train.micro_batch, data_ranks)
+    precision = Precision(element_bytes(spec), accumulates=micro_batches > 1)
+    unit = UnitLayout("", (), data_ranks, ALIGNMENT)
+    sharded = Sharded.at_stage(stage, node_shared=False)
+    states = state_bytes([unit], sharded, precision, shared=False)
+    return sum(states[kind] for kind in LASTING) / unit.size
 
 
 def saves_behind(spec: Spec) -> bool:

@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hpczero.parallel.states import KINDS_ON_HOST
 
 # Kinds that stay in the computer's memory when the others are on a GPU.
-ON_HOST = ("checkpoint copy", "data", "runtime", "activations on the host", *KINDS_ON_HOST)
+ON_HOST = frozenset(
+    ("checkpoint copy", "data", "runtime", "activations on the host", *KINDS_ON_HOST)
+)
 FILES = "files"  # an account: of states that are in files
 
 
@@ -18,6 +21,12 @@ class Hardware:
     memory_gb: float = 0
     gpus: int = 0
     gpu_memory_gb: float = 0
+    files_gb: float = 0  # of storage for states in files
+
+    def completed(self, other: "Hardware") -> "Hardware":
+        """Return it with the other's values for what is not known of this one."""
+        unknown = {name: value for name, value in vars(other).items() if not getattr(self, name)}
+        return replace(self, **unknown)
 
     def ranks_on_gpu(self, ranks: int) -> int:
         """Return how many of a node's ranks share a GPU; 1 if the number of GPUs is unknown."""
@@ -49,6 +58,21 @@ class Need:
     def node(self) -> dict[str, int]:
         shared = self.together
         return {kind: size * self.ranks + shared.get(kind, 0) for kind, size in self.each.items()}
+
+    @cached_property
+    def _each_in(self) -> dict[str, int]:
+        return _accounts(self.each)
+
+    @cached_property
+    def rank_in(self) -> dict[str, int]:
+        """Bytes of one rank in each account."""
+        return _accounts(self.rank) if self.together else self._each_in
+
+    @cached_property
+    def node_in(self) -> dict[str, int]:
+        """Bytes of all these ranks in each account."""
+        shared = _accounts(self.together)
+        return {name: size * self.ranks + shared[name] for name, size in self._each_in.items()}
 
 
 @dataclass(frozen=True)
@@ -92,14 +116,20 @@ class NodeNeed:
         if account == FILES:
             return self.files * ranks // self.ranks
         if account != "device":
-            return sum(of_account(self.node, account).values()) * ranks // self.ranks
+            return sum(part.node_in[account] for part in self.parts) * ranks // self.ranks
         total = 0
         left = ranks
-        sizes = [(sum(of_account(part.rank, account).values()), part.ranks) for part in self.parts]
+        sizes = [(part.rank_in[account], part.ranks) for part in self.parts]
         for size, count in sorted(sizes, reverse=True):
             total += size * min(count, left)
             left -= min(count, left)
         return total
+
+
+def _accounts(kinds: Mapping[str, int]) -> dict[str, int]:
+    host = sum(size for kind, size in kinds.items() if kind in ON_HOST)
+    everything = sum(kinds.values())
+    return {"all": everything, "host": host, "device": everything - host}
 
 
 def of_account(kinds: Mapping[str, int], account: str) -> dict[str, int]:

@@ -30,8 +30,7 @@ world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to s
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import groupby, permutations
 from math import prod
 from typing import Any
@@ -45,43 +44,18 @@ from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_r
 from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.planner.activations import element_bytes, gathers_in_step
+from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
+from hpczero.planner.once import Once
+from hpczero.planner.sent import GroupVolumes, Operations, RepeatedRanks, Sent, Total, merged
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
 _NORM = 8
+_DIGITS = 3  # of proportions that count as the same
 _AGREEMENT = 56
 _LOSS = (1, 2)  # fp32 numbers of each token: the largest logit; two sums
 
 Batches = tuple[tuple[int, int], ...]  # (samples, number of micro-batches with so many)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes sent to ranks of the same node (`inside`) and of others (`between`)."""
-
-    inside: int = 0
-    between: int = 0
-
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(self.inside + other.inside, self.between + other.between)
-
-    def __mul__(self, times: int) -> "Sent":
-        return Sent(self.inside * times, self.between * times)
-
-    def most(self, other: "Sent") -> "Sent":
-        return Sent(max(self.inside, other.inside), max(self.between, other.between))
-
-
-Operations = Mapping[str, Sent]
-
-
-@dataclass(frozen=True)
-class Total:
-    """Bytes of one operation along one axis."""
-
-    rank: Sent  # the most that a rank sends inside its node, and the most that one sends to others
-    all: Sent  # the sum over all ranks
 
 
 def resolved(spec: Spec, node_of_rank: Sequence[int]) -> Parallel:
@@ -118,56 +92,29 @@ def _most(spec: Spec) -> dict[str, int]:
     return {"tensor": spec.model.heads, "pipeline": stages}
 
 
-# Bytes of consecutive ranks by operation, and how often this sequence of ranks repeats.
-RepeatedRanks = tuple[Sequence[Operations], int]
-
-
-class GroupVolumes:
-    """Bytes that each rank of a group sends along its axis."""
-
-    def __init__(self, alike: Iterable[RepeatedRanks]) -> None:
-        self._alike = list(alike)
-
-    def of(self, index: int) -> Operations:
-        for operations, times in self._alike:
-            if index < len(operations) * times:
-                return operations[index % len(operations)]
-            index -= len(operations) * times
-        raise IndexError(index)
-
-    @cached_property
-    def totals(self) -> dict[str, Total]:
-        return merged(
-            (name, Total(sent, sent * times))
-            for ranks, times in self._alike
-            for operations in ranks
-            for name, sent in operations.items()
-        )
-
-
-def merged(totals: Iterable[tuple[str, Total]]) -> dict[str, Total]:
-    """Combine the totals of each operation."""
-    combined: dict[str, Total] = {}
-    for name, total in totals:
-        before = combined.get(name, Total(Sent(), Sent()))
-        combined[name] = Total(before.rank.most(total.rank), before.all + total.all)
-    return combined
-
-
 class Volumes:
-    """Volumes of one spec, for any order of the grid's axes."""
+    """Volumes of one spec, for any order of the grid's axes.
 
-    def __init__(self, spec: Spec, layers: Sequence[Layer], data_ranks: int) -> None:
+    `once`: what layouts of one job share, if there are several. Gathers of stage 3 are then nearly
+    right.
+    """
+
+    def __init__(
+        self, spec: Spec, layers: Sequence[Layer], data_ranks: int, once: Once | None = None
+    ) -> None:
         self.spec = spec
         self.data_ranks = data_ranks
-        self.chunks = partition.chunks_of_stages(spec, layers)
-        self._stages_of_ties = partition.stages_of_ties(self.chunks)
-        self.units = partition.LayoutCache(data_ranks, spec.parallel.tensor)
+        self._shares = once is not None
+        self._once = once = once or Once()
+        cut, tensor_ranks = (spec.parallel.pipeline, spec.parallel.chunks), spec.parallel.tensor
+        self.chunks = once(partition.chunks_of_stages, cut, spec, layers)
+        self._stages_of_ties = once(partition.stages_of_ties, cut, self.chunks)
+        ranks = data_ranks, tensor_ranks
+        self.units = once(partition.LayoutCache, ranks, *ranks)
         self._width = element_bytes(spec)
         self._batch = spec.train.global_batch, spec.train.micro_batch
         self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
         self._known: dict[object, GroupVolumes] = {}
-        self._gathers_of: dict[object, Counter[int]] = {}
 
     def of_rank(self, grid: Grid, rank: int) -> dict[str, dict[str, Sent]]:
         """Return axis -> operation -> bytes that this rank sends."""
@@ -194,24 +141,21 @@ class Volumes:
 
     def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> GroupVolumes:
         """Return the volumes of a group, computed once for all groups that are alike."""
-        nodes = [grid.node_of_rank[rank] for rank in group]  # in order
+        nodes = list(map(grid.node_of_rank.__getitem__, group))  # in order
         on_nodes: tuple[int, ...] = (len(nodes),)
         if nodes[0] != nodes[-1]:
             on_nodes = tuple(len(list(same)) for _, same in groupby(nodes))
         coordinate = partial(grid.coordinate, group[0])
         if axis == "data":
             cut_alike = grid.nodes_cut_data_alike
-            key: tuple[Any, ...] = (
-                self._data,
-                coordinate("pipeline"),
-                coordinate("tensor"),
-                on_nodes,
-                cut_alike,
-            )
+            place = coordinate("pipeline"), coordinate("tensor")
+            key: tuple[Any, ...] = (self.of_data, *place, on_nodes, cut_alike)
         elif axis == "tensor":
-            key = self._tensor, coordinate("pipeline"), self._batches(coordinate("data")), on_nodes
+            batches = self.batches(coordinate("data"))
+            key = self.of_tensor, coordinate("pipeline"), batches, on_nodes
         elif axis == "pipeline":
-            key = self._pipeline, coordinate("tensor"), self._batches(coordinate("data")), on_nodes
+            batches = self.batches(coordinate("data"))
+            key = self.of_pipeline, coordinate("tensor"), batches, on_nodes
         else:
             assert axis == "world", f"nothing says what is sent along the axis {axis}"
             key = self._world, on_nodes
@@ -220,7 +164,7 @@ class Volumes:
             self._known[key] = GroupVolumes(compute(*arguments) if len(group) > 1 else [([{}], 1)])
         return self._known[key]
 
-    def _batches(self, data_rank: int) -> Batches:
+    def batches(self, data_rank: int) -> Batches:
         counts = micro_batch_counts(data_rank, *self._batch, self.data_ranks)
         return tuple(sorted(counts.items()))
 
@@ -233,7 +177,7 @@ class Volumes:
             agreement = Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))
             yield [{"all_reduce": agreement}], count * nodes
 
-    def _data(
+    def of_data(
         self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
     ) -> Iterator[RepeatedRanks]:
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
@@ -279,21 +223,35 @@ class Volumes:
             yield node, nodes
 
     def _gathers(self, stage: int, sizes: tuple[int, ...]) -> Counter[int]:
-        key = stage, sizes
-        if key not in self._gathers_of:
-            self._gathers_of[key] = gathers_in_step(
-                self.chunks[stage], sizes, self.spec.parallel, stage, self._micro_batches
-            )
-        return self._gathers_of[key]
+        parallel, count = self.spec.parallel, self._micro_batches
+        cut = parallel.pipeline, parallel.chunks, parallel.schedule
+        roughly = self._gathers_alike if self._shares else None
+        key = cut, stage, sizes, count
+        by = self.chunks[stage], sizes, parallel, stage, count, roughly
+        return self._once(gathers_in_step, key, *by)
 
-    def _tensor(
+    def _gathers_alike(
+        self,
+        chunks: partition.Chunks,
+        sizes: Sequence[int],
+        parallel: Parallel,
+        stage: int,
+        micro_batches: int,
+    ) -> Counter[int]:
+        """Return unit -> its all-gathers, of units whose sizes are in the same proportions."""
+        cut = parallel.pipeline, parallel.chunks, parallel.schedule
+        alike = tuple(round(size / max(sizes), _DIGITS) for size in sizes)
+        key = cut, stage, micro_batches, alike
+        return self._once(gathers, key, chunks, sizes, parallel, stage, micro_batches)
+
+    def of_tensor(
         self, stage: int, batches: Batches, on_nodes: Sequence[int]
     ) -> Iterator[RepeatedRanks]:
         ranks = self.spec.parallel.tensor
         messages = [
             message
             for samples, times in batches
-            for message in self._tensor_messages(stage, samples, times)
+            for message in self.tensor_messages(stage, samples, times)
         ]
         for count, nodes in _runs(on_nodes):
             elsewhere = ranks - count
@@ -303,7 +261,7 @@ class Volumes:
                 operations[operation] = operations.get(operation, Sent()) + sent
             yield [operations], count * nodes
 
-    def _tensor_messages(
+    def tensor_messages(
         self, stage: int, samples: int, times: int
     ) -> Iterator[tuple[str, int, int]]:
         """Yield operation, bytes (of an all_reduce twice: there and back), number in a step."""
@@ -321,7 +279,8 @@ class Volumes:
         again = Counter(recomputed(self.spec.memory, layer) for layer in running)["block"]
         forward += again * plans.tensor_sums["blocks"][0] * times
         for kind, layer in one_of_kind.items():
-            for size in sizes_summed(layer, plans.tensor_plan, ranks):
+            by = kind, len(layer.parameters), ranks
+            for size in self._once(sizes_summed, by, layer, plans.tensor_plan, ranks):
                 yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         if self.spec.parallel.sequence_parallel:
             padded = samples * -(-self.spec.seq_len // ranks) * ranks * model.hidden * self._width
@@ -329,7 +288,9 @@ class Volumes:
             ahead = times if "head" in kinds and chunk else 0  # its forward's
             yield "all_gather", padded, forward + 2 * backward - ahead
             for kind, layer in one_of_kind.items():
-                for size in sizes_with_role(layer, plans.sequence_plan, NORM_OF_ROWS):
+                by = kind, len(layer.parameters), ranks
+                plan = plans.sequence_plan
+                for size in self._once(sizes_with_role, by, layer, plan, NORM_OF_ROWS):
                     yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         else:
             size = tokens * model.hidden * self._width
@@ -341,7 +302,7 @@ class Volumes:
                 for numbers in _LOSS:
                     yield "all_reduce", 2 * numbers * 4 * rows, times * count
 
-    def _pipeline(
+    def of_pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]
     ) -> Iterator[RepeatedRanks]:
         stages = self.spec.parallel.pipeline

@@ -23,8 +23,9 @@ from hpczero.device import Device
 from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.engine import Engine
-from hpczero.planner.memory import Placement, need, placement
+from hpczero.planner.memory import need
 from hpczero.planner.needs import Need, of_account
+from hpczero.planner.placement import Placement, placement
 from hpczero.spec.schema import Spec
 from hpczero.train import malloc, process
 from hpczero.train.preflight import platform_of

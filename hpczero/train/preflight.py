@@ -20,8 +20,9 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, ways_to_run
-from hpczero.planner.memory import RUNTIME, Platform
+from hpczero.planner.memory import RUNTIME
 from hpczero.planner.needs import FILES
+from hpczero.planner.platform import Platform
 from hpczero.spec import states_folder
 from hpczero.spec.schema import Spec
 from hpczero.text import first_few

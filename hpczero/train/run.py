@@ -8,6 +8,7 @@ ends the job.
 import argparse
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,9 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.forecast import sharing_left_out
+from hpczero.planner.outlook import Outlook, outlook
 from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -43,6 +46,7 @@ from hpczero.train.summary import (
     ending_words,
     fullest,
     kernels_of_ranks,
+    measured_step,
     mixed_kernels,
     of_run,
 )
@@ -123,9 +127,8 @@ def _is_finished(world: World, spec: Spec, fresh: bool) -> bool:
         world.run_on_all(lambda: None if world.rank or fresh else run_directory.finished(spec))
     )
     if done and world.rank == 0:
-        result = (
-            f"all {done['steps']} steps are done (final loss {format_loss(done['final_loss'])})"
-        )
+        loss = format_loss(done["final_loss"])
+        result = f"all {done['steps']} steps are done (final loss {loss})"
         print(f"{run_directory.path_of(spec)}: {result}; --fresh starts anew")
     return bool(done)
 
@@ -187,8 +190,7 @@ def _carry_out(
     engine = runner.engine
     known = families.known(spec.model)
     parameters = families.parameter_count(spec.model) if known else engine.parameter_count()
-    if reporter:
-        _report_layout(reporter, job, batches, parameters)
+    predicted = _report_layout(reporter, job, batches, parameters) if reporter else None
     data = job.source.describe()
     identity = identity_of(data["fingerprint"], random.RULE if known else 0)
     identity |= {TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {}
@@ -211,6 +213,7 @@ def _carry_out(
     summary |= {"trace": trace} if trace else {}
     if reporter:
         summary["fullest"] = fullest(reporter.directory.fullest)
+        summary["step"] = measured_step(reporter.directory.step_seconds, predicted)
         _report_end(reporter, outcome, summary)
     return outcome, summary
 
@@ -304,7 +307,10 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
         reporter.event("memory", recompute=job.spec.memory.recompute, decided="auto")
 
 
-def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:
+def _report_layout(
+    reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int
+) -> Outlook | None:
+    """Say how the job is laid out; return how long a step should take."""
     train = job.spec.train
     world = job.world
     count, smallest, largest = micro_batch_sizes(
@@ -325,6 +331,24 @@ def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, param
         micro_batches=f"{count}x{format_span(smallest, largest)}",
         data=job.source.describe()["path"],
     )
+    return _predicted(job, reporter)
+
+
+def _predicted(job: TrainingJob, reporter: Reporter) -> Outlook | None:
+    """Say how long a step should take, where that is predicted; nothing of it ends the run."""
+    world, layers = job.world, job.layers
+    most = max(Counter(world.node_of_rank).values())
+    nodes, platform = Allocation(world.size, most), preflight.platform_of(world, job.spec)
+    try:
+        said = outlook(job.spec, layers, nodes, platform) if layers else None
+    except InputError as error:
+        reporter.event("WARN", what=str(error))
+        return None
+    if said and said.problem:
+        reporter.event("WARN", what=next(said.warnings()))
+    elif said and said.time:
+        reporter.event("predicted", cluster=said.cluster, step_seconds=said.time.seconds)
+    return said
 
 
 def _report_end(reporter: Reporter, outcome: Outcome, summary: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import chain, count
@@ -34,6 +35,7 @@ _OF_A_RUN = _LEFTOVERS | {
     *("spec.toml", "metrics.jsonl", "memory.jsonl", "events.jsonl", "summary.json"),
     *("trace.json.gz", "checkpoints", "watch", "stop"),
 }
+_KEPT = 10_000
 _LOOK_EVERY = 5.0  # seconds between two looks whether the folder is still there
 
 
@@ -54,6 +56,7 @@ class RunDirectory:
         self._spec = spec
         self._looked = time.monotonic()
         self.fullest: dict[str, Any] | None = None  # the line of memory with the most held
+        self.step_seconds = deque[float](maxlen=_KEPT)  # of this job's last steps
         self._open()
 
     def _open(self) -> None:
@@ -117,7 +120,7 @@ class RunDirectory:
         of_memory = _keep_before(step, self.path / "memory.jsonl")
         self._metrics = safe_files.append_to(self.path / "metrics.jsonl")
         self._memory = safe_files.append_to(self.path / "memory.jsonl")
-        lines = filter(_is_of_memory, map(json.loads, of_memory))
+        lines = filter(is_of_memory, map(json.loads, of_memory))
         self.fullest = max(lines, key=_held, default=None)
         return Earlier.of(kept)
 
@@ -126,6 +129,8 @@ class RunDirectory:
         if time.monotonic() - self._looked > _LOOK_EVERY:
             self._restore_if_removed()
         _append(self._metrics, values)
+        if seconds := values.get("step_seconds"):
+            self.step_seconds.append(seconds)
         self._lock.beat()
 
     def memory(self, values: Mapping[str, Any]) -> None:
@@ -341,7 +346,7 @@ def _keep_before(step: int, path: Path) -> list[str]:
     return kept
 
 
-def _is_of_memory(line: Mapping[str, Any]) -> bool:
+def is_of_memory(line: Mapping[str, Any]) -> bool:
     """Return True for a line such as `RunDirectory.memory` writes: the file may have others."""
     kinds = line.get("predicted")
     sizes = [line.get("held"), *(kinds.values() if isinstance(kinds, dict) else [None])]

@@ -20,7 +20,7 @@ from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
-from hpczero.planner.memory import as_run, bucket_bytes
+from hpczero.planner.platform import as_run, bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.text import format_bytes, format_count

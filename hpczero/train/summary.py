@@ -8,9 +8,13 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from hpczero.text import format_bytes, format_count, format_duration, format_loss
+
+if TYPE_CHECKING:
+    from hpczero.planner.outlook import Outlook
 
 _VALIDATION = "validation_"
 _OR = " or "  # between the kernels that different ranks used
@@ -102,6 +106,17 @@ def fullest(line: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return facts | {"predicted": sum(line["predicted"].values()) or None}
 
 
+def measured_step(seconds: Collection[float], predicted: "Outlook | None") -> dict[str, Any] | None:
+    """Return the median of this job's last steps, beside what was predicted; None without any."""
+    if not seconds:
+        return None
+    return {
+        "seconds": median(seconds),
+        "steps": len(seconds),
+        "predicted": predicted.as_data() if predicted else None,
+    }
+
+
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     """Return the lines that end a run; `what` was trained."""
     job = summary["last_job"]
@@ -118,7 +133,8 @@ def closing_words(summary: dict[str, Any], what: str) -> list[str]:
         words.append(f"last job:   {span}, {job['tokens']:,} tokens {pace}, {at_first}")
     first, final = format_loss(summary["first_loss"]), format_loss(summary["final_loss"])
     words.append(f"loss:       {first} at the first step, {final} at the last (nats per token)")
-    return words + _validation_words(summary) + _memory_words(summary.get("fullest"))
+    words += _validation_words(summary) + _memory_words(summary.get("fullest"))
+    return words + _step_words(summary.get("step"))
 
 
 def ending_words(
@@ -173,6 +189,14 @@ def _memory_words(fullest: Mapping[str, Any] | None) -> list[str]:
     predicted = fullest["predicted"]
     beside = f" (predicted: {format_bytes(predicted)})" if predicted else ""
     return [f"memory:     at most {format_bytes(fullest['held'])}: {where}{beside}"]
+
+
+def _step_words(step: Mapping[str, Any] | None) -> list[str]:
+    said = (step or {}).get("predicted") or {}
+    if not step or "step_seconds" not in said:
+        return []
+    predicted = f"{said['step_seconds']:.3g} s predicted for {said['cluster']}"
+    return [f"a step:     {step['seconds']:.3g} s in the median, {predicted}"]
 
 
 def _extent(summary: dict[str, Any]) -> str:

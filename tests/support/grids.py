@@ -128,7 +128,7 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
                 **train,
             }
         ),
-        optimizer=Optimizer(lr=3e-3, eps=1e-6),
+        optimizer=Optimizer(lr=3e-3, eps=1e-4),
         zero=Zero(stage=case["stage"], node_shared=case["shared"]),
         parallel=Parallel(**layout, schedule=case["schedule"], chunks=chunks),
     )

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
 ALLOWED = {
     "errors": set(),
     "text": {"errors"},
+    "svg": set(),
     "safe_files": {"errors"},
     "env": {"errors", "safe_files"},
     "machine": {"errors", "env", "safe_files"},
@@ -28,7 +30,8 @@ ALLOWED = {
     "kernel_cache": {"errors", "env", "safe_files"},
     "lock": {"errors", "env", "machine", "safe_files"},
     "cli": {"errors", "env", "arguments", "verbs", ""},
-    "verbs": {"arguments"},
+    "verbs": {"arguments", "verb_groups"},
+    "verb_groups": {"arguments"},
     "arguments": set(),
     "__main__": {"cli"},
     "": {"env", "kernel_cache", "train.initialize", "comm.world", "data"},
@@ -36,10 +39,12 @@ ALLOWED = {
     "spec.rules": {"errors", "text", "model.families", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
-    "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "data.samples"}
-    | {"model.shapes", "model.families"}
+    "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}
+    | {"model.shapes", "model.families", "model.work"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
-    | {"parallel.pipeline.schedule", "parallel.pipeline.partition"},
+    | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
+    | {"parallel.pipeline.simulate"},
+    "planner.cluster": {"errors", "env", "spec", "text", "planner.needs"},
     "parallel": {"model", "comm", "optim", "spec", "text"}
     | {"hpczero_kernels", "errors", "device"},
     "parallel.offload": {"model", "comm", "parallel", "spec", "text"}
@@ -60,8 +65,18 @@ ALLOWED = {
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.samples"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
     "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
+    "calibrate": {"errors", "machine", "device", "safe_files", "spec", "comm", "text"}
+    | {"planner", "train.setup", "hpczero_kernels"},
+    "calibrate.traced_run": {"errors", "safe_files", "spec", "text", "comm.grid", "comm.trace"}
+    | {"model.families", "model.shapes", "parallel.states", "planner.volumes"}
+    | {"train.trace_file", "calibrate"},
+    "calibrate.run_trace": {"errors", "safe_files", "spec", "text", "comm.grid", "comm.trace"}
+    | {"model.families", "planner.volumes", "train.trace_file"},
+    "calibrate.replay": {"comm.trace", "parallel.pipeline.schedule", "planner"}
+    | {"train.trace_file", "calibrate.run_trace"},
     "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "text", "spec", "batch"}
     | {
+        "calibrate",
         "checkpoint",
         "comm",
         "data",
@@ -79,6 +94,7 @@ PURE = (
     *(
         "model.shapes",
         "model.families",
+        "model.work",
         "planner",
         "comm.grid",
         "comm.trace",
@@ -89,10 +105,15 @@ PURE = (
 )
 WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
-    "arguments",
+    *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
+    *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
+    "commands.explain",
     *("commands.export_import", "commands.tokenizer", "huggingface"),
+    *("commands.calibrate", "train.trace_file"),
+    *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
+    *("calibrate.from_runs", "calibrate.traced_run", "calibrate.run_trace", "calibrate.replay"),
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
@@ -277,10 +298,10 @@ def test_nothing_is_pickled_and_no_shell_is_asked() -> None:
 
 
 def test_every_verb_leads_to_a_function_that_exists() -> None:
-    tree = ast.parse((CHECKOUT / "hpczero" / "verbs.py").read_text())
+    files = [CHECKOUT / "hpczero" / name for name in ("verbs.py", "verb_groups.py")]
     places = [
         node.value
-        for node in ast.walk(tree)
+        for node in chain.from_iterable(ast.walk(tree_of(path)) for path in files)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.startswith("hpczero.")

@@ -72,7 +72,7 @@ def test_every_job_spec_and_template_is_installed(setup: configparser.ConfigPars
             installed |= {path for path in CHECKOUT.glob(pattern) if path.is_file()}
     there = {
         path
-        for folder in ("jobspecs", "sites", "templates")
+        for folder in ("clusters", "jobspecs", "sites", "templates")
         for path in (CHECKOUT / folder).rglob("*")
         if path.is_file()
     }

@@ -9,6 +9,7 @@ Of the parameters of its stage's layers a rank holds the part of its tensor rank
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from math import inf, lcm
 from typing import TypeVar
@@ -120,6 +121,7 @@ class LayoutCache:
     def __init__(self, shards: int, tensor_ranks: int = 1) -> None:
         self.shards = shards
         self.tensor_ranks = tensor_ranks
+        self._by_name: dict[tuple[str, int, int], UnitLayout] = {}
         self._layouts: dict[object, UnitLayout] = {}
 
     def of(self, layers: Sequence[Layer], tensor_rank: int = 0) -> list[UnitLayout]:
@@ -130,6 +132,12 @@ class LayoutCache:
         return [self._of(layer, tensor_rank) for layer in layers if layer.parameters]
 
     def _of(self, layer: Layer, tensor_rank: int) -> UnitLayout:
+        key = layer.name, len(layer.parameters), tensor_rank  # fewer where some are tied
+        if key not in self._by_name:
+            self._by_name[key] = self._of_shapes(layer, tensor_rank)
+        return self._by_name[key]
+
+    def _of_shapes(self, layer: Layer, tensor_rank: int) -> UnitLayout:
         shapes = tuple(
             (parameter.shape, parameter.cut(self.tensor_ranks)) for parameter in layer.parameters
         )
@@ -144,7 +152,12 @@ class LayoutCache:
 
 def parts(costs: Sequence[float], stages: int, chunks: int = 1) -> tuple[range, ...]:
     """Return the layers of each part, in the order of the model; `costs` are those of layers."""
-    return cut(costs, stages * chunks)
+    return _cut_once(tuple(costs), stages * chunks)
+
+
+@lru_cache(maxsize=1024)
+def _cut_once(costs: tuple[float, ...], count: int) -> tuple[range, ...]:
+    return cut(costs, count)
 
 
 def layers_of(cuts: Sequence[range], stages: int, stage: int) -> tuple[range, ...]:

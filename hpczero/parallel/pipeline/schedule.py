@@ -77,6 +77,19 @@ def schedule(
     last group that is not full is scheduled as if it were; then the micro-batches that do not exist
     are left out. They do not need each other, so the others lack nothing.
     """
+    return _of_stages(kind, stages, chunks, micro_batches, range(stages))
+
+
+def schedule_of_stage(
+    kind: str, stages: int, chunks: int, micro_batches: int, stage: int
+) -> tuple[Action, ...]:
+    """Return what `schedule` has for one stage."""
+    return _of_stages(kind, stages, chunks, micro_batches, [stage])[0]
+
+
+def _of_stages(
+    kind: str, stages: int, chunks: int, micro_batches: int, wanted: Sequence[int]
+) -> tuple[tuple[Action, ...], ...]:
     assert kind in KINDS, f"no schedule {kind}: there are {', '.join(KINDS)}"
     assert min(stages, chunks, micro_batches) > 0, (stages, chunks, micro_batches)
     assert chunks == 1 or kind == "interleaved", f"{kind} has one chunk, not {chunks}"
@@ -92,7 +105,7 @@ def schedule(
         _alternating(
             forwards, backwards, _forwards_first(kind, stages, chunks, stage) or len(order)
         )
-        for stage in range(stages)
+        for stage in wanted
     )
     return tuple(
         tuple(action for action in actions if action.micro_batch < micro_batches)

@@ -18,7 +18,8 @@ from hpczero.model import families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.parallelize import assemble
 from hpczero.parallel.step import StepRunner
-from hpczero.planner.memory import need, placement
+from hpczero.planner.memory import need
+from hpczero.planner.placement import placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
 from hpczero.train.batches import Batches

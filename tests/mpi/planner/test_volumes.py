@@ -11,7 +11,8 @@ import pytest
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.model import families
-from hpczero.planner.volumes import Sent, Volumes, resolved
+from hpczero.planner.sent import Sent
+from hpczero.planner.volumes import Volumes, resolved
 from hpczero.spec.schema import Spec
 from tests.support.jobs import MODEL, any_job, job, laid_out
 from tests.support.training import train

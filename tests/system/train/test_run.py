@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -22,10 +23,17 @@ pytest.importorskip("mpi4py", reason="training needs mpi4py")
 ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
 
 
+OF_A_STEP = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"} | {
+    "data_seconds",
+    "comm_seconds",
+    "compute_seconds",
+}
+
+
 @pytest.mark.parametrize("ranks", [2, 0, 3])
 @pytest.mark.few(1)
 def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
-    done = train(folder, ranks)
+    done = train(folder, ranks, "--set", "batch.cluster=epyc-7763")
     assert done.code == 0, done
     directory = folder / "runs" / "tiny"
     assert {path.name for path in directory.iterdir()} == {
@@ -39,28 +47,11 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000005"]
     metrics = lines_of(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    expected = {
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "step_seconds",
-        "tokens_per_second",
-        "data_seconds",
-        "comm_seconds",
-        "compute_seconds",
-    }
-    assert expected <= set(metrics[0])
+    assert set(metrics[0]) >= OF_A_STEP
     assert "validation_loss" in metrics[-1]
     events = lines_of(directory / "events.jsonl")
-    assert [event["event"] for event in events] == [
-        "start",
-        "layout",
-        "first",
-        "eval",
-        "save",
-        "stop",
-    ]
+    begin, end = ["start", "layout", "predicted", "first"], ["eval", "save", "stop"]
+    assert [event["event"] for event in events] == [*begin, *end]
     assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["final_loss"]) == (
@@ -69,10 +60,15 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
         metrics[-1]["loss"],
     )
     assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
+    assert summary["step"]["seconds"] == median(line["step_seconds"] for line in metrics)
+    predicted = summary["step"]["predicted"]
+    assert events[2]["cluster"] == predicted["cluster"] == "epyc-7763"
+    assert events[2]["step_seconds"] == predicted["step_seconds"] > 0
+    assert "\na step:     " in done.out
     words = [
         line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)
     ]
-    assert words == ["load", "start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
+    assert words == ["load", *begin, *["step"] * 5, *end]
     assert "\x1b" not in done.out
 
 

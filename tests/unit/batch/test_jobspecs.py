@@ -9,7 +9,8 @@ from hpczero.batch.render import render
 from hpczero.cli import main
 from hpczero.comm.grid import Grid
 from hpczero.model.families import layers, parameter_count
-from hpczero.planner.memory import Platform, as_run, device_of, needs_on_grid
+from hpczero.planner.memory import needs_on_grid
+from hpczero.planner.platform import Platform, as_run, device_of
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
 from tests.support.launch import CHECKOUT

@@ -9,7 +9,8 @@ from hpczero.model import families
 from hpczero.model.shapes import Peak
 from hpczero.parallel.activations.choice import loss_rows
 from hpczero.planner.activations import activations
-from hpczero.planner.volumes import Sent, Volumes
+from hpczero.planner.sent import Sent
+from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train
 
 Counted = tuple[dict[str, dict[str, Sent]], Peak]

@@ -12,14 +12,10 @@ import pytest
 from hpczero.model import families
 from hpczero.parallel.states import UpdateMemory
 from hpczero.planner.activations import activations
-from hpczero.planner.memory import (
-    RUNTIME,
-    Placement,
-    Platform,
-    need,
-    needs_of_nodes,
-)
+from hpczero.planner.memory import RUNTIME, need, needs_of_nodes
 from hpczero.planner.needs import Need, NodeNeed, of_account
+from hpczero.planner.placement import Placement
+from hpczero.planner.platform import Platform
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
 
 LARGE = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)  # 109 M parameters

@@ -7,7 +7,8 @@ import pytest
 from hpczero.comm.grid import Grid
 from hpczero.model import families
 from hpczero.parallel.pipeline.partition import stages_of_ties
-from hpczero.planner.volumes import Sent, Volumes
+from hpczero.planner.sent import Sent
+from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 
 MODEL = Model(layers=6, hidden=64, heads=4, vocab=257, seq_len=32, tied_embeddings=False)

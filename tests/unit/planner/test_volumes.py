@@ -25,7 +25,8 @@ from hpczero.parallel.pipeline.schedule import (
 from hpczero.parallel.pipeline.simulate import simulate
 from hpczero.planner.activations import arrived, gathers, gathers_in_step, peak, simulate_gathers
 from hpczero.planner.memory import needs_on_grid
-from hpczero.planner.volumes import Sent, Volumes, resolved
+from hpczero.planner.sent import Sent
+from hpczero.planner.volumes import Volumes, resolved
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 
 from hpczero.device import CPU, Device, Memory
-from hpczero.planner.memory import Placement
 from hpczero.planner.needs import Need
+from hpczero.planner.placement import Placement
 from hpczero.train import process
 from hpczero.train.memory_account import (
     Expected,

@@ -96,6 +96,17 @@ def test_lines_of_memory_follow_those_of_the_steps(spec: Spec) -> None:
     assert [json.loads(line)["step"] for line in lines] == [2, 4, 5]
 
 
+def test_the_seconds_of_this_job_s_steps_are_kept(spec: Spec, directory: Path) -> None:
+    (directory / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 9.0}\n')
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    claimed.keep_metrics_before(2)
+    assert list(claimed.step_seconds) == []
+    for step, seconds in ((2, 0.5), (3, None), (4, 0.25)):
+        claimed.metrics({"step": step} | ({"step_seconds": seconds} if seconds else {}))
+    assert list(claimed.step_seconds) == [0.5, 0.25]
+    claimed.close()
+
+
 def test_lines_of_memory_that_lack_something_are_passed_over(spec: Spec) -> None:
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
     good = OF_MEMORY | {"step": 1, "held": 5}

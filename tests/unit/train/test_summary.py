@@ -1,9 +1,17 @@
 """summary.json and the closing words of a run that took several jobs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
-from hpczero.train.summary import Earlier, LastJob, closing_words, fullest, of_run
+import pytest
+
+from hpczero.model.families import layers
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.outlook import Outlook, outlook
+from hpczero.planner.platform import CPUS
+from hpczero.spec.schema import Batch, Spec
+from hpczero.train.summary import Earlier, LastJob, closing_words, fullest, measured_step, of_run
 
 STEP_TOKENS = 100
 
@@ -142,3 +150,45 @@ def test_the_fullest_moment_is_said() -> None:
     assert words in said(summary, 5)
     unknown = summary | {"fullest": fullest(line | {"predicted": {}})}
     assert said(unknown, 5).endswith("rank 3 on n2, at step 1,200")
+
+
+def predicted() -> Outlook:
+    spec = Spec(batch=Batch(cluster="epyc-7763"))
+    found = outlook(spec, layers(spec.model), Allocation(2, 2), CPUS)
+    assert found
+    assert found.time
+    return found
+
+
+def test_the_step_is_the_median_of_this_job_s_beside_what_was_predicted() -> None:
+    assert measured_step([], None) is measured_step([], predicted()) is None
+    assert measured_step([0.5, 9.0, 0.25], None) == {"seconds": 0.5, "steps": 3, "predicted": None}
+    found = measured_step([0.5, 0.25], predicted())
+    assert found == {"seconds": 0.375, "steps": 2, "predicted": predicted().as_data()}
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_closing_words_hold_the_step_against_what_was_predicted() -> None:
+    summary = of_run(JOB, EARLIER, None)
+    said_of_it = predicted().as_data() | {"step_seconds": 0.12345}
+    step = {"seconds": 0.25, "steps": 3, "predicted": said_of_it}
+    line = "a step:     0.25 s in the median, 0.123 s predicted for epyc-7763"
+    assert said(summary | {"step": step}, 5).splitlines()[-1] == line
+
+
+@pytest.mark.parametrize("step", [None, measured_step([0.25], None)])
+def test_a_step_of_which_nothing_was_predicted_is_not_said(step: dict[str, Any] | None) -> None:
+    summary = of_run(JOB, EARLIER, None)
+    assert said(summary | {"step": step}, 5) == said(summary, 5)
+
+
+def test_why_nothing_was_predicted_is_in_the_summary_alone() -> None:
+    problem = replace(predicted(), time=None, problem="it has GPUs")
+    step = measured_step([0.25], problem)
+    assert step == {
+        "seconds": 0.25,
+        "steps": 1,
+        "predicted": {"cluster": "epyc-7763", "problem": "it has GPUs"},
+    }
+    summary = of_run(JOB, EARLIER, None)
+    assert said(summary | {"step": step}, 5) == said(summary, 5)

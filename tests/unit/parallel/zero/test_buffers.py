@@ -15,7 +15,9 @@ from hpczero.comm.status import WaitPoint
 from hpczero.comm.torch_backend import TorchCarrier
 from hpczero.device import Device
 from hpczero.model.families import layers
-from hpczero.planner.memory import CPUS, Placement, Platform, bucket_bytes, need
+from hpczero.planner.memory import need
+from hpczero.planner.placement import Placement
+from hpczero.planner.platform import CPUS, Platform, bucket_bytes
 from hpczero.spec.load import load
 from hpczero.spec.schema import Model, Spec, Train, Zero
 from tests.support.carriers import FakeMpi, Silent

@@ -1,0 +1,246 @@
+"""All layouts that a job can have on equal nodes (pure).
+
+What cannot exist, and what changes nothing next to the other keys, is left out by the rules of the
+spec (`spec.rules`): nothing here says again what these say.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, permutations
+from typing import Any, NamedTuple
+
+from hpczero.data.samples import micro_batch_sizes
+from hpczero.model.families import known, layer_count
+from hpczero.parallel.activations.choice import loss_rows
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.layouts import SECTIONS, Layout
+from hpczero.spec.rules import AXES, contradictions, unavailable, without_effect
+from hpczero.spec.schema import Parallel, Spec
+
+# What is computed again, the cheapest first.
+RECOMPUTED = (("none", 1), ("selective", 1), ("block", 2), ("block", 1))
+_LOSS = (0, "auto")
+_AWAY = ("none", "cpu")
+_MOST_CHUNKS = 8
+_FOLDER = "nvme:$TMPDIR"  # of states in files, where the spec names none
+
+
+class Saving(NamedTuple):
+    """What a layout gives up for memory; one that gives up more is never faster."""
+
+    recomputed: int  # of RECOMPUTED
+    by_pieces: int  # the loss
+    partitioned: int
+    activations_away: int
+    states_away: int  # of `Space.offloads`
+
+    def gives_up(self, other: "Saving") -> bool:
+        """Return True if it gives up all that the other one does."""
+        return all(map(int.__ge__, self, other))
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts of a job on some nodes; keys that are `pinned` keep the spec's value.
+
+    `has_files`: nodes have storage for states.
+    """
+
+    spec: Spec
+    nodes: Allocation
+    pinned: frozenset[str] = frozenset()
+    has_files: bool = False
+    _tables: dict[object, Any] = field(default_factory=dict)
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.spec.train.device == "cuda"
+
+    def _free(self, key: str) -> bool:
+        return key not in self.pinned
+
+    def _values(self, key: str, choices: Sequence[Any]) -> Sequence[Any]:
+        """Return the values to try."""
+        return choices if self._free(key) else (getattr(Layout.of(self.spec), key),)
+
+    @cached_property
+    def parallels(self) -> list[Parallel]:
+        """The tables [parallel] that can exist on these ranks, the order of the axes apart."""
+        tables = []
+        for tensor, pipeline in self._grids():
+            for sequence in self._values("sequence_parallel", (False, True)):
+                for schedule, chunks in self._schedules(pipeline):
+                    changes = {
+                        "tensor": tensor,
+                        "pipeline": pipeline,
+                        "sequence_parallel": sequence,
+                        "schedule": schedule,
+                        "chunks": chunks,
+                    }
+                    table = self.spec.parallel.model_copy(update=changes)
+                    if self._exists(self.spec.model_copy(update={"parallel": table})):
+                        tables.append(table)
+        return tables
+
+    def _exists(self, spec: Spec) -> bool:
+        if contradictions(spec) or unavailable(spec):
+            return False
+        return not set(without_effect(spec)) - set(self._notes)
+
+    @cached_property
+    def _notes(self) -> list[str]:
+        """Notes on the spec as it is, which its user has accepted."""
+        pinned = [self.spec] if self.pinned else []
+        plain = self.spec.model_copy(update={"parallel": Parallel()})
+        return [note for spec in (plain, *pinned) for note in without_effect(spec)]
+
+    def _grids(self) -> Iterator[tuple[int, int]]:
+        ranks = self.nodes.ranks
+        for tensor in self._values("tensor", _divisors(ranks)):
+            for pipeline in self._values("pipeline", _divisors(ranks // tensor)):
+                if ranks % (tensor * pipeline) == 0:
+                    yield tensor, pipeline
+
+    def _schedules(self, pipeline: int) -> Iterator[tuple[str, int]]:
+        if pipeline == 1 or not known(self.spec.model):
+            yield self.spec.parallel.schedule if not self._free("schedule") else "1f1b", 1
+            return
+        most = min(_MOST_CHUNKS, layer_count(self.spec.model) // pipeline)
+        # gpipe idles as long as 1f1b and keeps more, so only a spec that asks for it has it
+        for kind in self._values("schedule", ("1f1b", "interleaved")):
+            choices = [size for size in round_numbers(most) if size > 1]
+            for chunks in self._values("chunks", choices if kind == "interleaved" else (1,)):
+                yield kind, chunks
+
+    def orders(self, parallel: Parallel) -> list[str]:
+        """Return the orders of the axes that lie on the nodes in different ways.
+
+        The tensor axis comes innermost in the first ones.
+        """
+        if not self._free("order") and self.spec.parallel.order != "auto":
+            return [self.spec.parallel.order]
+        sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+        sizes["data"] = self._data_ranks(parallel)
+        ways: dict[object, str] = {}
+        for order in sorted(permutations(AXES), key=lambda order: order[0] != "tensor"):
+            ways.setdefault(self._on_nodes(order, sizes), ",".join(order))
+        return list(ways.values())
+
+    def _on_nodes(self, order: Sequence[str], sizes: Mapping[str, int]) -> object:
+        """Return how each axis lies on the nodes: ranks on one, and the distance of two."""
+        stride = 1
+        lies: dict[str, tuple[int, int]] = {}
+        for axis in order:
+            span = min(stride * sizes[axis], self.nodes.ranks_per_node)
+            regular = self.nodes.ranks_per_node % span == 0
+            lies[axis] = max(1, span // stride), 0 if regular else stride
+            stride *= sizes[axis]
+        return tuple(sorted(lies.items()))
+
+    def states(self, parallel: Parallel) -> Iterator[tuple[int, str | bool]]:
+        """Yield the ZeRO stages, and whether the data ranks of a node share states."""
+        zero = self.spec.zero
+        several = self._data_ranks(parallel) > 1
+        can_share = several and not self.on_gpus and self.nodes.ranks_per_node > 1
+        shared = (True, False) if can_share else (zero.node_shared,)
+        for stage in self._values("stage", range(4) if several else (zero.stage,)):
+            for choice in self._values("node_shared", shared):
+                yield stage, choice
+
+    def _data_ranks(self, parallel: Parallel) -> int:
+        return self.nodes.ranks // (parallel.tensor * parallel.pipeline)
+
+    def micro_batches(self, parallel: Parallel) -> list[int]:
+        """Return the sizes that make different micro-batches of the global batch."""
+        batch = self.spec.train.global_batch
+        data = self._data_ranks(parallel)
+        choices = self._values("micro_batch", round_numbers(-(-batch // data)))
+        ways = {micro_batch_sizes(batch, size, data): size for size in choices}
+        return sorted(ways.values())
+
+    @cached_property
+    def offloads(self) -> Sequence[str]:
+        """The places of the states, those from which they come back fastest first."""
+        folder = self.spec.zero.offload if self.spec.zero.offload.startswith("nvme") else _FOLDER
+        files = (folder,) if self.has_files else ()
+        return self._values("offload", ("none", *(("cpu",) if self.on_gpus else ()), *files))
+
+    def savings(self, parallel: Parallel, micro_batch: int) -> list[Saving]:
+        """Return the ways to need less memory, from none to all; each after those it contains.
+
+        Ways that differ only in what is computed again stand together.
+        """
+        blocks = known(self.spec.model)
+        tokens = micro_batch * self.spec.seq_len
+        memory = self.spec.memory.model_copy(update={"loss_chunk": "auto"})
+        pieces = 2 if blocks and loss_rows(memory, tokens) else 1
+        replicated = parallel.tensor > 1 and not parallel.sequence_parallel
+        found = [
+            Saving(recomputed, piece, partitioned, activations, states)
+            for recomputed in self._levels("recompute", len(RECOMPUTED) if blocks else 1)
+            for piece in self._levels("loss_chunk", pieces)
+            for partitioned in self._levels(
+                "partition_activations", 2 if replicated and recomputed > 1 else 1
+            )
+            for activations in self._levels(
+                "offload_activations", 2 if self.on_gpus and blocks else 1
+            )
+            for states in range(len(self.offloads))
+        ]
+        return sorted(found, key=lambda saving: (sum(saving[1:]), saving[:0:-1], saving[0]))
+
+    def _levels(self, key: str, count: int) -> range:
+        return range(count) if self._free(key) else range(1)
+
+    def layout(
+        self, parallel: Parallel, order: str, states: tuple[int, str | bool], micro_batch: int
+    ) -> Layout:
+        """Return a layout that gives nothing up."""
+        nothing = self.saving(Layout.of(self.spec), Saving(0, 0, 0, 0, 0))
+        return nothing._replace(
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            sequence_parallel=parallel.sequence_parallel,
+            schedule=parallel.schedule,
+            chunks=parallel.chunks,
+            order=order,
+            stage=states[0],
+            node_shared=states[1],
+            micro_batch=micro_batch,
+        )
+
+    def spec_with(self, layout: Layout) -> Spec:
+        """Return the job's spec with this layout, from tables that are made once."""
+        tables = {}
+        for table, first, last in SECTIONS:
+            values = layout[first:last]
+            if (table, values) not in self._tables:
+                changes = dict(zip(Layout._fields[first:last], values, strict=True))
+                self._tables[table, values] = getattr(self.spec, table).model_copy(update=changes)
+            tables[table] = self._tables[table, values]
+        return self.spec.model_copy(update=tables)
+
+    def saving(self, layout: Layout, saving: Saving) -> Layout:
+        """Return the layout that gives so much up."""
+        changes: dict[str, Any] = {"offload": self.offloads[saving.states_away]}
+        if self._free("recompute"):
+            changes["recompute"], changes["recompute_every"] = RECOMPUTED[saving.recomputed]
+        if self._free("loss_chunk"):
+            changes["loss_chunk"] = _LOSS[saving.by_pieces]
+        if self._free("partition_activations"):
+            changes["partition_activations"] = bool(saving.partitioned)
+        if self._free("offload_activations"):
+            changes["offload_activations"] = _AWAY[saving.activations_away]
+        return layout._replace(**changes)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def round_numbers(most: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12 and so on up to `most`, and that itself."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    numbers = chain.from_iterable((power, power + power // 2) for power in powers)
+    return sorted({number for number in (*numbers, most) if 0 < number <= most})

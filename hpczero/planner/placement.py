@@ -1,0 +1,54 @@
+"""The data ranks of each node: how many there are, and what they share (pure)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpczero.comm.grid import Grid
+from hpczero.parallel.states import shares_nodes
+from hpczero.spec.schema import Spec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The data ranks of one node that have the same part of the model."""
+
+    data_ranks: int  # on all nodes
+    on_node: int  # of them, on this node
+    shared: bool  # a node's ranks share one copy of the weights
+    stage: int = 0
+    tensor_rank: int = 0
+
+    def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
+        """Return a rank's bytes by kind, with an equal part of the weights that a node shares."""
+        sharers = {"weights": self.on_node} if self.shared else {}
+        return {kind: size // sharers.get(kind, 1) for kind, size in counted.items()}
+
+
+def nodes_of_ranks(ranks_on_nodes: Mapping[int, int]) -> list[int]:
+    """Return the node of each rank, with the nodes in order."""
+    return [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
+
+
+def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
+    """Return node -> one placement for each part of the model that its ranks have."""
+    by_node: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
+    for group in grid.groups("data"):
+        for node, place in _on_nodes(spec, grid, group).items():
+            by_node[node].append(place)
+    return by_node
+
+
+def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
+    return _on_nodes(spec, grid, grid.ranks(rank, "data"))[grid.node_of_rank[rank]]
+
+
+def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
+    """Return node -> placement of its ranks in a data group, which has one part of the model."""
+    on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
+    part_of_model = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
+    shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
+    return {
+        node: Placement(len(group), count, shared, *part_of_model)
+        for node, count in on_nodes.items()
+    }

@@ -1,0 +1,103 @@
+"""The work of a pipeline's parts for a micro-batch (pure).
+
+Layers that are alike are counted, not listed: blocks differ in what is computed again in backward,
+and in how many keys their queries see.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpczero.model.families import family
+from hpczero.model.shapes import Layer, window
+from hpczero.model.work import Pass, WorkLayout
+from hpczero.parallel.activations.choice import loss_rows, recomputed
+from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
+from hpczero.planner.activations import element_bytes
+from hpczero.planner.volumes import Batches
+from hpczero.spec.model import Model
+from hpczero.spec.schema import Memory, Spec
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The micro-batches of the busiest data rank, and how many samples one has on average."""
+
+    micro_batches: int
+    samples: float
+
+    @classmethod
+    def of(cls, batches: Batches) -> "Batch":
+        count = sum(times for _, times in batches)
+        return cls(count, sum(samples * times for samples, times in batches) / count)
+
+
+class Alike(NamedTuple):
+    """Layers that do the same: one of them, and how much of its forward backward repeats."""
+
+    layer: Layer
+    repeats: str  # "none", "selective" or "block"
+    window: int  # keys that a query of a block sees; 0: all
+
+    @property
+    def kind(self) -> tuple[str, str, int]:
+        """What says of two that they do the same."""
+        return self.layer.kind, self.repeats, self.window
+
+
+@dataclass(frozen=True)
+class Part:
+    """The layers that a stage's chunk runs: those that are alike, and how many."""
+
+    layers: tuple[tuple[Alike, int], ...]
+
+    @property
+    def kinds(self) -> tuple[tuple[tuple[str, str, int], int], ...]:
+        return tuple((alike.kind, count) for alike, count in self.layers)
+
+    @property
+    def recomputed_blocks(self) -> int:
+        return sum(count for alike, count in self.layers if alike.repeats == "block")
+
+
+def layout_of(spec: Spec, samples: float, kernels: frozenset[str]) -> WorkLayout:
+    parallel = spec.parallel
+    return WorkLayout(
+        samples,
+        spec.seq_len,
+        element_bytes(spec),
+        parallel.tensor,
+        parallel.sequence_parallel and parallel.tensor > 1,
+        kernels,
+        bool(loss_rows(spec.memory, int(samples * spec.seq_len))),
+    )
+
+
+def passes(model: Model, alike: Alike, layout: WorkLayout) -> tuple[Pass, Pass]:
+    """Return forward and backward of one of these layers."""
+    work = family(model).work(model, alike.layer, layout)
+    backward = work.gradients
+    if alike.repeats == "block":
+        backward = backward + work.forward
+    elif alike.repeats == "selective":
+        backward = backward + work.again
+    return work.forward, backward
+
+
+def parts_of(stage: Chunks, model: Model, memory: Memory) -> tuple[Part, ...]:
+    """Return what each chunk of a stage runs."""
+    return tuple(_part(chunk, model, memory) for chunk in stage)
+
+
+def _part(chunk: Sequence[Layer], model: Model, memory: Memory) -> Part:
+    counts = Counter[tuple[str, str, int]]()
+    examples: dict[tuple[str, str, int], Alike] = {}
+    for layer in layers_that_run([chunk]):
+        reach = 0
+        if layer.kind == "blocks":
+            reach = window(model, int(layer.name.rpartition(".")[2]))
+        alike = Alike(layer, recomputed(memory, layer), reach)
+        counts[alike.kind] += 1
+        examples.setdefault(alike.kind, alike)
+    return Part(tuple((examples[kind], count) for kind, count in counts.items()))
