@@ -36,11 +36,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", type=int, default=500)
     options = parser.parse_args()
+    one_of_many()  # before searches leave objects that the collector of garbage would look at
     for name, cluster, nodes in JOBS:
         search(name, cluster, nodes)
         if options.layouts:
             compare(name, cluster, nodes, options.layouts)
-    one_of_many()
 
 
 def prepared(name: str, cluster: str, nodes: int) -> tuple[Space, Machine]:

@@ -115,6 +115,7 @@ class Volumes:
         self._batch = spec.train.global_batch, spec.train.micro_batch
         self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
         self._known: dict[object, GroupVolumes] = {}
+        self._batches_of: dict[int, Batches] = {}
 
     def of_rank(self, grid: Grid, rank: int) -> dict[str, dict[str, Sent]]:
         """Return axis -> operation -> bytes that this rank sends."""
@@ -165,8 +166,10 @@ class Volumes:
         return self._known[key]
 
     def batches(self, data_rank: int) -> Batches:
-        counts = micro_batch_counts(data_rank, *self._batch, self.data_ranks)
-        return tuple(sorted(counts.items()))
+        if data_rank not in self._batches_of:
+            counts = micro_batch_counts(data_rank, *self._batch, self.data_ranks)
+            self._batches_of[data_rank] = tuple(sorted(counts.items()))
+        return self._batches_of[data_rank]
 
     def _layers(self, stage: int) -> list[Layer]:
         return [layer for chunk in self.chunks[stage] for layer in chunk]
