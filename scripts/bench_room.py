@@ -4,9 +4,10 @@
     sudo env PATH="$PATH" python scripts/bench_room.py                # 30 jobs, two ranks each
     sudo env PATH="$PATH" python scripts/bench_room.py --jobs 6 --parts 1.0
 
-The limit is the predicted memory of the node and the margin of `planner.room` (and, for the second
-run of each job, 0.9 of the prediction alone). It is set when the run has looked at its memory and
-begun, because `hpczero run` refuses what does not fit. A job that is killed has died.
+The limit is the predicted memory of the node and the margin of `planner.room`, from the start, as
+a batch system sets it. For the second run of each job it is 0.9 of the prediction alone, and set
+when the run has looked at its memory and begun, because `hpczero run` refuses what does not fit. A
+job that is killed has died.
 """
 
 import argparse
@@ -53,8 +54,9 @@ def main() -> None:
         size = predicted(spec)
         words = []
         for part in options.parts:
-            limit = Account("all", size, 0).most if part == 1.0 else int(part * size)
-            lives, most = started(spec, limit)
+            whole = part == 1.0
+            limit = Account("all", size, 0).most if whole else int(part * size)
+            lives, most = started(spec, limit, at_once=whole)
             died[part] += not lives
             words.append(f"{part:g}: {'lives' if lives else 'dies'} ({most / size:.1%} of it held)")
         print(f"{spec.name:<8}{size / 1e9:>7.2f} GB predicted   {'   '.join(words)}", flush=True)
@@ -98,8 +100,11 @@ def predicted(spec: Spec) -> int:
     return sum(need.node.values())
 
 
-def started(spec: Spec, limit: int) -> tuple[bool, int]:
-    """Run the job, whose memory is limited once it has begun; return if it lives, and its most."""
+def started(spec: Spec, limit: int, at_once: bool) -> tuple[bool, int]:
+    """Run the job, its memory limited from the start or once it has begun.
+
+    Return if it lives, and the most that it held.
+    """
     with tempfile.TemporaryDirectory() as folder, cgroup() as group:
         path = Path(folder) / "spec.toml"
         write_text(path, to_toml(spec.model_copy(update={"output": folder})))
@@ -109,6 +114,8 @@ def started(spec: Spec, limit: int) -> tuple[bool, int]:
         paths = os.pathsep.join((str(ROOT), str(ROOT / "numba_cuda")))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         run = Path(folder) / spec.name
+        if at_once:
+            limit_of(group).write_text(str(limit))
         with subprocess.Popen(
             inside, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:
@@ -117,7 +124,7 @@ def started(spec: Spec, limit: int) -> tuple[bool, int]:
                 if time.monotonic() - begun > LONGEST:
                     process.kill()
                 time.sleep(0.02)
-            with suppress(OSError):  # it holds more already
+            with suppress(OSError):  # it may hold more already
                 limit_of(group).write_text(str(limit))
             process.wait(LONGEST)
         summary = run / "summary.json"

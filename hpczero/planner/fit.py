@@ -9,7 +9,7 @@ from hpczero.comm.grid import Grid
 from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import Layer
 from hpczero.planner.memory import needs_of_nodes, saves_behind
-from hpczero.planner.needs import FILES, Hardware, NodeNeed
+from hpczero.planner.needs import FILES, Hardware, NodeNeed, of_account
 from hpczero.planner.placement import nodes_of_ranks, placements
 from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.volumes import resolved
@@ -20,6 +20,7 @@ from hpczero.text import format_count, format_memory
 RECOMPUTE = ("none", "selective", "block")  # the fastest first
 _MOST_NODES = 64  # times as many as there are: more help nobody
 _WORTH_SAYING = 50_000  # bytes of a kind that a message names
+_KEPT_FREE = 2.5  # times the bytes that come and go in a step: measured, at most 2.1
 _GB = 10**9
 
 
@@ -137,6 +138,25 @@ def as_it_fits(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> tuple
         if problem is None:
             break
     return way, problem
+
+
+def is_tight(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> bool:
+    """Return True if a node might have no room for what malloc keeps free between tensors."""
+    needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
+    return any(
+        bound.free - _load(bound, needs) < _KEPT_FREE * _passing(bound, needs)
+        for bound in limits.bounds
+        if bound.memory in ("all", "host") and not bound.windows
+    )
+
+
+def _passing(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
+    """Return the bytes of tensors that come and go in a step."""
+    return sum(
+        of_account(needs[node].node, bound.memory).get(kind, 0) * count // needs[node].ranks
+        for node, count in bound.ranks.items()
+        for kind in ("activations", "workspace")
+    )
 
 
 def kinds_in_words(sizes: Mapping[str, int]) -> str:

@@ -4,7 +4,8 @@ What was predicted stands beside what is measured, in memory.jsonl. A measured s
 three times: when it begins, when its first backward begins, and at its end. Of what comes on top
 of the states, that which is there when backward begins are the activations kept; the rest of the
 peak is workspace. In the computer's memory the first look returns what malloc holds free to the
-kernel: what is held then are the states, and Python with its libraries.
+kernel: what is held then are the states, and Python with its libraries. Until the last look a
+thread gives back what is freed, so the peak is what the step needs, not what malloc keeps.
 
 The pages that come back in the step, the looks and the exchange between ranks cost time. Steps are
 measured so seldom that this is less than a hundredth of the run's.
@@ -94,6 +95,8 @@ class MemoryAccount:
 
     def leave_out(self) -> None:
         """Do not measure the step that has begun."""
+        if self._step:
+            self._step.leave()
         self._step = None
 
     def end_step(self, number: int) -> dict[str, Any] | None:
@@ -135,12 +138,13 @@ class _Step:
         self._device = device
         self._standing = standing
         self._kept: int | None = None  # unknown
+        self._giving_back: malloc.GivingBack | None = None
         memory = device.memory()
         if memory:
             device.new_peak()
             self._held = memory.held
         else:
-            malloc.give_back_free_memory()
+            self._giving_back = malloc.GivingBack()
             self._held = process.held()
             self._counts = process.forget_peak()
             self._resident = process.peak_resident()
@@ -157,6 +161,7 @@ class _Step:
 
     def end(self) -> dict[str, Any]:
         """Return what is held at the widest moment, and its kinds."""
+        self.leave()
         states = self._states()
         on_top = self._on_top()
         new = sum(states.values()) - self._before  # a copy for a checkpoint, buffers
@@ -168,6 +173,10 @@ class _Step:
             on_host = by_kind(of_account(self._standing(), "host"), held, 0, None)
             figures["on_host"] = {"held": held, "measured": on_host}
         return figures
+
+    def leave(self) -> None:
+        if self._giving_back:
+            self._giving_back.end()
 
     def _states(self) -> dict[str, int]:
         return of_account(self._standing(), "device" if self._device.memory() else "all")

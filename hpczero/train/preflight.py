@@ -19,16 +19,21 @@ from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, ways_to_run
+from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, is_tight, ways_to_run
 from hpczero.planner.memory import RUNTIME
 from hpczero.planner.needs import FILES
 from hpczero.planner.platform import Platform
 from hpczero.spec import states_folder
 from hpczero.spec.schema import Spec
 from hpczero.text import first_few
-from hpczero.train import process
+from hpczero.train import malloc, process
 from hpczero.train.setup import all_gather, computer_of
 from hpczero_kernels import dispatch
+
+_TIGHT = (
+    "hpczero: memory is short: what is freed goes back to the system at once, which makes steps"
+    " slower (docs/activation-memory.md)"
+)
 
 
 def fit_to_memory(
@@ -42,7 +47,7 @@ def fit_to_memory(
 
     Collective; InputError on all ranks where it does not. Return the spec with all that it leaves
     to be decided (`fit.ways_to_run`). `module`: what this rank has built already; its memory is
-    freed as the engine's states come.
+    freed as the engine's states come. Where memory is short, malloc keeps none that is free.
     """
     parameters = () if module is None else module.parameters()
     built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
@@ -50,11 +55,14 @@ def fit_to_memory(
     seen = world.gather_objects(_seen(world, spec, built))
     found = None
     if seen:
-        way, problem = as_it_fits(spec, layers, limits_from_ranks(seen, update))
-        found = ways.index(way), problem
-    number, problem = world.broadcast_object(found)
+        limits = limits_from_ranks(seen, update)
+        way, problem = as_it_fits(spec, layers, limits)
+        found = ways.index(way), problem, is_tight(way, layers, limits)
+    number, problem, tight = world.broadcast_object(found)
     if problem:
         raise InputError(problem)
+    if tight and malloc.keep_no_free_memory() and world.rank == 0:
+        print(_TIGHT, file=sys.stderr, flush=True)
     return ways[number]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpczero.model import families
 from hpczero.parallel.states import UpdateMemory
-from hpczero.planner.fit import as_it_fits, refusal
+from hpczero.planner.fit import as_it_fits, is_tight, refusal
 from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
 
 pytest.importorskip("torch", reason="preflight asks a World")
@@ -52,6 +52,22 @@ def test_what_fits_is_not_refused() -> None:
     assert judged(spec(), *[rank(available=40)] * 4) is None
     assert judged(spec(stage=3), *[rank()] * 4) is None
     assert judged(spec(), rank(0), rank(1)) is None
+
+
+def test_room_for_what_malloc_keeps_free() -> None:
+    """States, and 2.5 times as much again as activations and workspace take."""
+    job = spec()
+    model = families.layers(job.model)
+
+    def judge(available: float) -> tuple[bool, bool]:
+        limits = limits_from_ranks([rank(available=available)] * 4)
+        return refusal(job, model, limits) is None, is_tight(job, model, limits)
+
+    assert judge(35.5) == (True, False)  # 33.07 GB, of which 0.91 come and go
+    assert judge(35.2) == (True, True)
+    assert judge(20)[0] is False
+    on_gpus = limits_from_ranks([on_gpu(0, 12, available=5), on_gpu(1, 12, available=5)])
+    assert not is_tight(job, model, on_gpus)
 
 
 def test_the_memory_of_the_optimizer_counts() -> None:
