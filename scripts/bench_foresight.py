@@ -171,8 +171,9 @@ def hold(spec: Spec, rate: str, cluster: str, folder: Path, errors: Errors) -> N
 
 
 def of_memory(summary: dict[str, Any]) -> Iterator[float]:
-    fullest = summary["fullest"]
-    yield fullest["predicted"] / fullest["held"] - 1
+    """Yield the error of each rank."""
+    for rank in summary["memory"]["ranks"]:
+        yield sum(rank["predicted"].values()) / rank["held"] - 1
 
 
 def probe() -> float:

@@ -77,20 +77,25 @@ class MemoryAccount:
         self._step: _Step | None = None  # that is measured
         self._began = time.perf_counter()
         self._usual = 0.0  # seconds of the last step that was not measured
-        self._peak = 0
+        self._peak = 0  # before the kernel's began anew
+        self._held = 0  # at most, in a measured step
         engine.on_backward = self._at_backward
 
     @property
-    def peak_resident(self) -> int:
-        """The most bytes of this process that were resident at a time."""
-        return max(self._peak, process.peak_resident())
+    def most(self) -> dict[str, int]:
+        """The most bytes of this process that were resident, and that it held in a measured step.
+
+        The latter is left out if no step was measured.
+        """
+        held = {"held": self._held} if self._held else {}
+        return {"peak_resident": max(self._peak, process.peak_resident()), **held}
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
         if self._left:
             self._left -= 1
             return
-        self._peak = self.peak_resident
+        self._peak = max(self._peak, process.peak_resident())
         self._step = _Step(self._world.device, self._own)
 
     def leave_out(self) -> None:
@@ -109,6 +114,7 @@ class MemoryAccount:
             return None
         began = time.perf_counter()
         found = step.end()
+        self._held = max(self._held, found["held"])
         arena = self._engine.arena
         if arena.of_zeros:
             found["files"] = sum(arena.sizes[kind] for kind in arena.of_zeros)

@@ -215,19 +215,15 @@ def summary(
     predicted: Mapping[str, int],
     allocated: Mapping[str, int],
     growth: list[int] | None,
-    peak: int,
+    most: Mapping[str, int],
 ) -> dict[str, Any] | None:
     """Return the memory figures for summary.json, on rank 0. Collective.
 
     For every rank they are the bytes predicted and allocated, by kind (its part of what it shares),
-    and the `peak` of what was resident.
+    and the `most` that it held.
     For every node it is how much more its ranks held after some steps than before the engine.
     """
-    figures: dict[str, Any] = {
-        "predicted": predicted,
-        "allocated": allocated,
-        "peak_resident": peak,
-    }
+    figures: dict[str, Any] = {"predicted": predicted, "allocated": allocated, **most}
     if on_device := world.device.memory():
         figures["device"] = {"peak": on_device.peak, "total": on_device.total}
     ranks = world.gather_objects(figures)

@@ -201,7 +201,7 @@ def _carry_out(
     trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account)
     meter.start()
     outcome = trainer.train(first)
-    measured = meter.stop(standing(), account.peak_resident)
+    measured = meter.stop(standing(), account.most)
     trace = tracing.conclude() if tracing else None
     engine.close()
     losses = outcome.first_loss, outcome.final_loss
@@ -261,16 +261,16 @@ class _Meter:
         self._began = time.perf_counter()
         self._processor_seconds = time.process_time()
 
-    def stop(self, allocated: dict[str, int], peak: int) -> dict[str, Any]:
+    def stop(self, allocated: dict[str, int], most: dict[str, int]) -> dict[str, Any]:
         """Return the figures of all ranks on rank 0.
 
-        `allocated`: bytes of this rank, by kind; `peak`: the most that were resident.
+        `allocated`: bytes of this rank, by kind; `most`: see `MemoryAccount`.
         """
         world = self._world
         self.seconds = time.perf_counter() - self._began
         growth = process.growth(self._held, process.held_on_nodes(world))
         of_rank = self.expected.placement.part_of_rank(allocated)
-        memory = process.summary(world, self.expected.rank, of_rank, growth, peak)
+        memory = process.summary(world, self.expected.rank, of_rank, growth, most)
         ledgers = world.gather_objects(world.ledger.as_dict())
         cores = (time.process_time() - self._processor_seconds) / self.seconds
         return {"memory": memory, "comm": ledgers, "cores_used": world.gather_objects(cores)}

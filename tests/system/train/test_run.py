@@ -60,6 +60,8 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
         metrics[-1]["loss"],
     )
     assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
+    held = [rank["held"] for rank in summary["memory"]["ranks"]]
+    assert summary["fullest"]["held"] == max(held) > min(held) / 2 > 50_000_000
     assert summary["step"]["seconds"] == median(line["step_seconds"] for line in metrics)
     predicted = summary["step"]["predicted"]
     assert events[2]["cluster"] == predicted["cluster"] == "epyc-7763"
