@@ -30,6 +30,11 @@ def text(runs: Sequence[Path], base: Cluster | None) -> str:
         raise InputError(f"these runs had different devices: {', '.join(kinds)}")
     if base and base.device.kind != traced[0].kind:
         raise InputError(f"the base's devices are {base.device.kind}, the runs' {traced[0].kind}")
+    if not base and traced[0].kind != "cpu":
+        raise InputError(
+            "a trace does not show the memory and the bus of a node with GPUs: --base CLUSTER "
+            "names a cluster that does (hpczero cluster list)"
+        )
     tree = base.model_dump(exclude_unset=True, mode="json") if base else _bare(traced)
     tree["sources"] = [*tree["sources"], *map(_source, traced)]
     tree["device"]["step_us"] = statistics.median(run.step_seconds for run in traced) / _MICRO
@@ -45,22 +50,20 @@ def text(runs: Sequence[Path], base: Cluster | None) -> str:
 def _bare(traced: Sequence[TracedRun]) -> dict[str, Any]:
     """Return what has to be there, from the runs alone."""
     first = traced[0]
-    is_cpu = first.kind == "cpu"
-    per_core = first.threads if is_cpu else 1
     bandwidth = statistics.median(run.bandwidth for run in traced)
     return {
         "description": f"{first.device}, as runs show it: {first.ranks_on_node} ranks on a node",
         "sources": [],
         "device": {
-            "name": f"a core of {first.device}" if is_cpu else first.device,
+            "name": f"a core of {first.device}",
             "kind": first.kind,
-            "bandwidth_gb_s": bandwidth / per_core / _GIGA,
+            "bandwidth_gb_s": bandwidth / first.threads / _GIGA,
             "bandwidth_reached": 1.0,
             "launch_us": _LAUNCH_US,
             "products": {},
         },
         "node": {
-            "devices": first.ranks_on_node * per_core,
+            "devices": first.ranks_on_node * first.threads,
             "bandwidth_gb_s": bandwidth * first.ranks_on_node / _GIGA,
         },
     }
@@ -104,16 +107,25 @@ def _links(tree: dict[str, Any], traced: Sequence[TracedRun]) -> None:
             "link_us": latency(inside) / _MICRO,
             "operations": _operations(inside),
         }
-    between = _fits([run.between for run in traced])
+    network = tree.get("network", {"adapters": 1})
+    between = _fits([_by_adapter(run, network["adapters"]) for run in traced])
     if between:
-        network = tree.get("network", {"adapters": 1})
         network |= {
             "adapter_gb_s": mean_rate(between) / _GIGA,
             "reached": 1.0,
             "latency_us": latency(between) / _MICRO,
-            "operations": _operations(between),
         }
+        alone = [run.between for run in traced if run.ranks_on_node == 1]
+        network["operations"] = _operations(_fits(alone))  # of one rank of each node
         tree["network"] = network
+
+
+def _by_adapter(run: TracedRun, adapters: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the collectives as each adapter of a node sees them, whose ranks send at once."""
+    share = run.ranks_on_node / adapters
+    return {
+        name: [(size * share, seconds) for size, seconds in of] for name, of in run.between.items()
+    }
 
 
 def _fits(runs: Sequence[Mapping[str, Sequence[tuple[float, float]]]]) -> dict[str, LineFit]:

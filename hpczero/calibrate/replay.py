@@ -54,11 +54,12 @@ class Spans:
         spec, grid = trace.spec, trace.grid
         self._ranks = [_RankSteps(trace, rank) for rank in sorted(trace.events)]
         counts = {len(step.actions) for rank in self._ranks for step in rank.steps}
-        stages, chunks = spec.parallel.pipeline, spec.parallel.chunks
+        stages = spec.parallel.pipeline
+        chunks = spec.parallel.chunks if stages > 1 else 1
         self.pipeline = Pipeline(
             spec.parallel.schedule if stages > 1 else "1f1b",
             stages,
-            chunks if stages > 1 else 1,
+            chunks,
             max(counts) // 2 // chunks,
         )
         self._by_stage = [
@@ -166,7 +167,7 @@ class _RankSteps:
 
 def _step_of(events: Sequence[Event]) -> _Step:
     main = trace_file.main_track(events)
-    actions = sorted(event for event in main if event.what.kind == SPAN and _is_action(event))
+    actions = [event for event in main if event.what.kind == SPAN and _is_action(event)]
     actions.sort(key=lambda event: event.begin)
     begin, end = min(event.begin for event in main), max(event.end for event in main)
     first, last = actions[0].begin, actions[-1].end

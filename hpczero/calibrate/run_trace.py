@@ -18,8 +18,8 @@ from hpczero.spec.schema import Spec
 from hpczero.text import printable
 from hpczero.train import trace_file
 
-_TRACE = "trace.json.gz"
-_LARGEST = 1 << 26  # bytes of events.jsonl
+TRACE = "trace.json.gz"
+_LARGEST = 1 << 28  # bytes of a file of lines
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class RunTrace:
 
 
 def _events_of_ranks(run: Path) -> dict[int, list[Event]]:
-    path = run / _TRACE
+    path = run / TRACE
     if not safe_files.is_seen(path):
         raise InputError(
-            f"{printable(str(run))} has no {_TRACE}: a run that ended with train.trace = true has"
+            f"{printable(str(run))} has no {TRACE}: a run that ended with train.trace = true has"
         )
     try:
         return trace_file.read(path)
@@ -84,11 +84,8 @@ def _events_of_ranks(run: Path) -> dict[int, list[Event]]:
 def start_of(run: Path) -> Start:
     """Return how the job started that left the trace: the last one."""
     path = run / "events.jsonl"
-    last: dict[str, dict[str, Any]] = {}
     try:
-        for line in safe_files.read_small(path, _LARGEST).decode(errors="replace").splitlines():
-            event = json.loads(line)
-            last[event["event"]] = event
+        last = {event["event"]: event for event in whole_lines(path)}
         places = sorted(last["start"]["ranks"], key=lambda place: int(place["rank"]))
         return Start(
             nodes=[int(place["node"]) for place in places],
@@ -98,6 +95,20 @@ def start_of(run: Path) -> Start:
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{printable(str(path))} does not say how the run started") from error
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a run's file; none where there is no such file."""
+    if not safe_files.is_seen(path):
+        return []
+    lines = []
+    for line in safe_files.read_small(path, _LARGEST).decode(errors="replace").splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:  # cut off when the computer went down
+            continue
+        lines += [found] if isinstance(found, dict) else []
+    return lines
 
 
 def _common_steps(ranks: Iterable[Sequence[Event]]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 from hpczero import safe_files
 from hpczero.batch import sites
 from hpczero.calibrate.replay import replay
-from hpczero.calibrate.run_trace import RunTrace, start_of
+from hpczero.calibrate.run_trace import TRACE, RunTrace, start_of, whole_lines
 from hpczero.commands.jobs import run_named
 from hpczero.errors import InputError, for_terminal
 from hpczero.model.families import known, layers
@@ -27,7 +27,6 @@ from hpczero.spec.schema import Spec
 from hpczero.text import format_count, format_memory, printable
 from hpczero.train.run_directory import is_of_memory
 
-_LARGEST = 1 << 28  # bytes of a run's file
 # causes that a trace does not tell apart, and those that metrics do not
 _COMPUTING = ("compute", "attention", "memory", "launch")
 _COMMUNICATION = ("tensor", "bubble", "messages", "data")
@@ -75,19 +74,19 @@ def _explained(run: Path, named: str | None) -> Explained:
     of = cluster.find(name)
     start = start_of(run)
     nodes = Allocation(len(start.nodes), max(Counter(start.nodes).values()))
-    metrics = _lines(run / "metrics.jsonl")
+    metrics = whole_lines(run / "metrics.jsonl")
     seconds = [value for value in _figures(metrics, "step_seconds") if value > 0]
     if not seconds:
         raise InputError(f"{printable(str(run))} has no step in metrics.jsonl")
     time = _predicted(spec, of, nodes, "cpu" if start.device == "the CPU" else "cuda")
-    traced = safe_files.is_seen(run / "trace.json.gz")
+    traced = safe_files.is_seen(run / TRACE)
     if traced:
         measured = replay(RunTrace.read(run)).causes
         together = {"computing": _COMPUTING}
     else:
         measured = _of_metrics(metrics)
         together = {"computing": _COMPUTING, "communication": _COMMUNICATION}
-    of_memory = filter(is_of_memory, _lines(run / "memory.jsonl"))
+    of_memory = filter(is_of_memory, whole_lines(run / "memory.jsonl"))
     return Explained(
         run,
         spec,
@@ -109,25 +108,11 @@ def _predicted(spec: Spec, of: cluster.Named, nodes: Allocation, device: str) ->
     spec = spec.model_copy(update={"train": train})
     platform = sites.platform(spec, gpus=0)
     try:
-        hold_against(of.cluster, nodes, platform)
+        hold_against(of.cluster, spec, nodes, platform)
     except InputError as error:
         raise InputError(f"{printable(of.name)}: {error}") from None
     known_layers = layers(spec.model) if known(spec.model) else []
     return predict(spec, known_layers, nodes, of.cluster, platform)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a run's file; none where there is no such file."""
-    if not safe_files.is_seen(path):
-        return []
-    lines = []
-    for line in safe_files.read_small(path, _LARGEST).decode(errors="replace").splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:  # cut off when the computer went down
-            continue
-        lines += [found] if isinstance(found, dict) else []
-    return lines
 
 
 def _of_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:

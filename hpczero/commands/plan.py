@@ -106,9 +106,7 @@ class Job:
 
     @cached_property
     def machine(self) -> Machine:
-        node = self.named.cluster.node
-        gpus = node.devices if self.spec.train.device == "cuda" else 0
-        return Machine(self.named.cluster, sites.platform(self.spec, gpus))
+        return Machine(self.named.cluster, sites.platform(self.spec, 0))
 
     @cached_property
     def layers(self) -> list[Layer]:
@@ -149,6 +147,9 @@ class Job:
     def search(self, nodes: int) -> Search:
         files = bool(self.named.cluster.node.nvme_gb)
         allocation = Allocation.of_nodes(nodes, self.ranks_per_node)
+        self.named.cluster.need_links(allocation.most, allocation.count)
+        if "offload" in self.pinned:
+            self.named.cluster.need_files(self.spec.zero.folder)
         space = Space(self.spec, allocation, self.pinned, files)
         return Search(space, self.layers, self.machine, self.options.top)
 
@@ -156,6 +157,10 @@ class Job:
         walltime = parse_duration(self.spec.batch.walltime)
         steps, nodes = self.spec.train.steps, planned.nodes.count
         return Bill.of(steps, planned.time.seconds, nodes, walltime)
+
+    def bests(self, found: list[Found]) -> list[tuple[Planned, Bill]]:
+        """Return the fastest layout on each number of nodes, and what it costs."""
+        return [(one.best, self.bill(one.best)) for one in found if one.best]
 
     def written(self, planned: Planned) -> Spec:
         """Return the spec as its user has it, with this layout on these nodes."""
@@ -197,7 +202,7 @@ def _in_lines(job: Job, found: list[Found]) -> Iterator[str]:
     top = job.options.top
     yield from plan_report.heading(job.spec, job.named, found)
     if len(found) > 1:
-        bests = [(one.best, job.bill(one.best)) for one in found if one.best]
+        bests = job.bests(found)
         yield from plan_report.trade(bests, pareto(bests))
         found = [one for one in found if one.best][-1:]
     for one in found:
@@ -206,7 +211,7 @@ def _in_lines(job: Job, found: list[Found]) -> Iterator[str]:
 
 
 def _as_data(job: Job, found: list[Found]) -> dict[str, Any]:
-    bests = [(one.best, job.bill(one.best)) for one in found if one.best]
+    bests = job.bests(found)
     front = {id(planned) for planned, _ in pareto(bests)}
     return {
         "spec": job.spec.name,
@@ -255,7 +260,8 @@ def _settings(text: str) -> dict[str, str]:
         if not equals or name not in _KEYS:
             raise InputError(
                 f"--why {printable(text, 80)}: a row of the table, spec, or keys as in "
-                f"tensor=4,stage=3; a layout has {join_words(sorted(names))}"
+                "tensor=4,stage=3 (with ; between them where a value has commas); a layout has "
+                f"{join_words(sorted(names))}"
             )
         settings[name] = value
     return settings
@@ -288,7 +294,7 @@ def _as_set(value: object) -> str:
 def _picture(job: Job, found: list[Found], fastest: Planned) -> str:
     if len(found) == 1:
         return plan_picture.step(fastest, job.named.name)
-    bests = [(one.best, job.bill(one.best)) for one in found if one.best]
+    bests = job.bests(found)
     return plan_picture.trade(bests, f"{job.spec.name} on {job.named.name}")
 
 

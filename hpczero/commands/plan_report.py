@@ -172,7 +172,7 @@ def difference(found: Difference) -> Iterator[str]:
         f"{format_memory(other.size)} with the best"
     )
     if found.memory:
-        yield f"            {_in_words(found.memory, _bytes)}"
+        yield f"            its fullest rank: {_in_words(found.memory, _bytes)}"
 
 
 def _in_words(more: Mapping[str, Any], text: Any) -> str:

@@ -69,7 +69,7 @@ class Device(Table):
     step_us: Microseconds = 1000.0  # the host takes for a step, besides: batch, loss, log
     bus_gb_s: Rate | None = None  # between a GPU and the node's memory
     products: dict[Precision, Products] = Field(min_length=1)
-    # measured of single kernels, in place of `bandwidth_reached`
+    # measured of single kernels: of AdamW in place of `bandwidth_reached`, others for its median
     passes: dict[Precision, dict[Kernel, Share]] = Field(default_factory=dict)
 
     def reached_by(self, kernel: str, precision: str) -> float:
@@ -103,10 +103,12 @@ class Node(Table):
 
     @model_validator(mode="after")
     def _has_both_or_neither(self) -> "Node":
-        given = {"link_gb_s", "link_us"} & self.model_fields_set
-        if len(given) == 1:
-            (lacking,) = {"link_gb_s", "link_us"} - given
-            raise ValueError(f"{lacking} is missing beside {given.pop()}")
+        links = {name: name in self.model_fields_set for name in ("link_gb_s", "link_us")}
+        files = {"nvme_gb": bool(self.nvme_gb), "nvme_gb_s": bool(self.nvme_gb_s)}
+        for pair in (links, files):
+            given, lacking = sorted(pair, key=pair.__getitem__, reverse=True)
+            if pair[given] != pair[lacking]:
+                raise ValueError(f"{lacking} is missing beside {given}")
         return self
 
 
@@ -154,6 +156,14 @@ class Cluster(Table):
             raise InputError(
                 f"the cluster's file does not have {lacking}: hpczero calibrate under mpirun on "
                 f"{where} measures them, and a data sheet names them"
+            )
+
+    def need_files(self, folder: str) -> None:
+        """Refuse states in a folder if the file has no storage (InputError); "" is no folder."""
+        if folder and not self.node.nvme_gb_s:
+            raise InputError(
+                "the cluster's file has no storage in a node for zero.offload: nvme_gb and "
+                "nvme_gb_s name it"
             )
 
     @property

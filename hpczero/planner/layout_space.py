@@ -29,7 +29,7 @@ _FOLDER = "nvme:$TMPDIR"  # of states in files, where the spec names none
 class Saving(NamedTuple):
     """What a layout gives up for memory; one that gives up more is never faster."""
 
-    recomputed: int  # of RECOMPUTED
+    recomputed: int  # of `Space.recomputed`
     by_pieces: int  # the loss
     partitioned: int
     activations_away: int
@@ -104,7 +104,9 @@ class Space:
 
     def _schedules(self, pipeline: int) -> Iterator[tuple[str, int]]:
         if pipeline == 1 or not known(self.spec.model):
-            yield self.spec.parallel.schedule if not self._free("schedule") else "1f1b", 1
+            kind = "1f1b" if self._free("schedule") else self.spec.parallel.schedule
+            for chunks in self._values("chunks", (1,)):
+                yield kind, chunks
             return
         most = min(_MOST_CHUNKS, layer_count(self.spec.model) // pipeline)
         # gpipe idles as long as 1f1b and keeps more, so only a spec that asks for it has it
@@ -166,6 +168,20 @@ class Space:
         files = (folder,) if self.has_files else ()
         return self._values("offload", ("none", *(("cpu",) if self.on_gpus else ()), *files))
 
+    @cached_property
+    def recomputed(self) -> Sequence[tuple[str, int]]:
+        """What may be computed again, and of every how many blocks, the cheapest first.
+
+        A pinned "auto" leaves it to the plan, as it leaves it to the run.
+        """
+        memory = self.spec.memory
+        ways: Sequence[tuple[str, int]] = RECOMPUTED
+        if not self._free("recompute_every"):
+            ways = list(dict.fromkeys((kind, memory.recompute_every) for kind, _ in ways))
+        if not self._free("recompute") and memory.recompute != "auto":
+            ways = [way for way in ways if way[0] == memory.recompute]
+        return ways
+
     def savings(self, parallel: Parallel, micro_batch: int) -> list[Saving]:
         """Return the ways to need less memory, from none to all; each after those it contains.
 
@@ -178,10 +194,11 @@ class Space:
         replicated = parallel.tensor > 1 and not parallel.sequence_parallel
         found = [
             Saving(recomputed, piece, partitioned, activations, states)
-            for recomputed in self._levels("recompute", len(RECOMPUTED) if blocks else 1)
+            for recomputed in range(len(self.recomputed) if blocks else 1)
             for piece in self._levels("loss_chunk", pieces)
             for partitioned in self._levels(
-                "partition_activations", 2 if replicated and recomputed > 1 else 1
+                "partition_activations",
+                2 if replicated and self.recomputed[recomputed][0] == "block" else 1,
             )
             for activations in self._levels(
                 "offload_activations", 2 if self.on_gpus and blocks else 1
@@ -223,9 +240,12 @@ class Space:
 
     def saving(self, layout: Layout, saving: Saving) -> Layout:
         """Return the layout that gives so much up."""
-        changes: dict[str, Any] = {"offload": self.offloads[saving.states_away]}
-        if self._free("recompute"):
-            changes["recompute"], changes["recompute_every"] = RECOMPUTED[saving.recomputed]
+        again, every = self.recomputed[saving.recomputed]
+        changes: dict[str, Any] = {
+            "offload": self.offloads[saving.states_away],
+            "recompute": again,
+            "recompute_every": every,
+        }
         if self._free("loss_chunk"):
             changes["loss_chunk"] = _LOSS[saving.by_pieces]
         if self._free("partition_activations"):

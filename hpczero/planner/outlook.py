@@ -95,16 +95,17 @@ def outlook(
         return None
     named = cluster.find(spec.batch.cluster)
     try:
-        hold_against(named.cluster, nodes, platform)
+        hold_against(named.cluster, spec, nodes, platform)
         time = predict(spec, layers, nodes, named.cluster, platform)
     except InputError as error:
         return Outlook(spec, named.name, nodes, problem=str(error))
     return Outlook(spec, named.name, nodes, time)
 
 
-def hold_against(of: cluster.Cluster, nodes: Allocation, platform: Platform) -> None:
-    """Refuse a cluster whose devices or links are not those of the job (InputError)."""
+def hold_against(of: cluster.Cluster, spec: Spec, nodes: Allocation, platform: Platform) -> None:
+    """Refuse a cluster that has not the devices, links and files of the job (InputError)."""
     if of.device.kind != platform.device:
         its, the_job_s = ("GPUs", "CPUs") if of.device.kind == "cuda" else ("CPUs", "GPUs")
         raise InputError(f"it has {its}, and the job computes on {the_job_s}")
     of.need_links(nodes.most, nodes.count)
+    of.need_files(spec.zero.folder)

@@ -139,17 +139,28 @@ class Predicted:
                 self._collective(each.operation, each.sent, spread, each.count)
                 for each in (traffic.reduced, traffic.gathered)
             )
-            self._of_data[stage] = reduced + self.rates.moved(traffic.read), gathered
+            self._of_data[stage] = reduced + self._read_in_windows(traffic.read), gathered
         return self._of_data[stage]
 
+    def _read_in_windows(self, size: float) -> float:
+        measured = self.cluster.node.window_gb_s
+        return size / (measured * _GIGA) if measured else self.rates.moved(size)
+
     def data(self, kind: str, stage: int, chunk: int) -> float:
-        """Return those of stages 2 and 3, spread over the chunks by their parameters."""
+        """Return those of stages 2 and 3, spread over the chunks by their parameters.
+
+        What is waited for, at the ends of a step, is apart (`weights`, `gradients`).
+        """
         work = self.work
         reduced, gathered = self._exchanged(stage)
-        seconds = gathered / 2 if work.sharded.parameters else 0.0
+        seconds = 0.0
+        if work.sharded.parameters:
+            seconds = gathered / 2
+            if kind == "forward":
+                seconds -= self._first_gathered(stage)
         if kind == "backward" and work.sharded.gradients:
-            seconds += reduced
-        if not seconds:
+            seconds += reduced - self._first_reduced(stage)
+        if seconds <= 0:
             return 0.0
         held = work.held[stage]
         return seconds * held.by_chunk[chunk] / held.all / work.batch.micro_batches
@@ -161,6 +172,16 @@ class Predicted:
         sent = Sent(int(each.sent.inside * share), int(each.sent.between * share))
         return self._collective(each.operation, sent, self.work.spreads["data"])
 
+    def _first_gathered(self, stage: int) -> float:
+        work = self.work
+        passes = 2 * work.batch.micro_batches if work.sharded.parameters else 1
+        return self._first(work.traffic(stage).gathered, stage, passes)
+
+    def _first_reduced(self, stage: int) -> float:
+        work = self.work
+        passes = work.batch.micro_batches if work.sharded.gradients else 1
+        return self._first(work.traffic(stage).reduced, stage, passes)
+
     def weights(self, stage: int) -> Edge:
         """Return the gathers of new weights, and the update of states that are elsewhere.
 
@@ -168,28 +189,27 @@ class Predicted:
         """
         work = self.work
         _, gathered = self._exchanged(stage)
-        each = work.traffic(stage).gathered
         hides = self.software.hides_weights
         offload = self._offload(stage) if work.is_elsewhere and hides else 0.0
         if work.sharded.parameters:
-            return Edge(self._first(each, stage, 2 * work.batch.micro_batches), 0.0, offload)
+            return Edge(self._first_gathered(stage), 0.0, offload)
         if not work.sharded.optimizer:
             return Edge(offload=offload)
         if not hides:
             return Edge(gathered)
-        first = min(gathered, self._first(each, stage, 1))
+        first = min(gathered, self._first_gathered(stage))
         return Edge(first, gathered - first, offload)
 
     def gradients(self, stage: int) -> Edge:
         """Return the sums of the last backward: that of the first layer's unit is waited for."""
         work = self.work
         reduced, gathered = self._exchanged(stage)
-        traffic = work.traffic(stage)
+        first = self._first_reduced(stage)
         if work.sharded.gradients:
-            return Edge(self._first(traffic.reduced, stage, work.batch.micro_batches))
-        total, first = reduced, self._first(traffic.reduced, stage, 1)
+            return Edge(first)
+        total = reduced
         if not work.sharded.optimizer:
-            total, first = total + gathered, first + self._first(traffic.gathered, stage, 1)
+            total, first = total + gathered, first + self._first_gathered(stage)
         if not self.software.hides_reduction:
             return Edge(total)
         first = min(total, first)
@@ -204,7 +224,7 @@ class Predicted:
         seconds = work.updated(stage) / (node.bandwidth_gb_s / ranks * _GIGA)
         if work.platform.on_gpus:
             seconds = max(seconds, work.held[stage].over_bus / self._bus_rate)
-        if work.spec.zero.folder and node.nvme_gb_s:
+        if work.spec.zero.folder and node.nvme_gb_s:  # or else `need_files` refuses
             moved = 2 * work.owned(stage) * work.platform.update.of_element
             seconds = max(seconds, moved / (node.nvme_gb_s / ranks * _GIGA))
         return seconds

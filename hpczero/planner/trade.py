@@ -45,7 +45,7 @@ class Difference:
     planned: Planned
     best: Planned
     seconds: Mapping[str, float]  # more than the best has, by cause; the largest first
-    memory: Mapping[str, int]  # bytes more on the fullest device, or node without any, by kind
+    memory: Mapping[str, int]  # bytes more of the fullest rank, by kind
     stage: int  # of the pipeline: where it is the fullest
     exceeds: str  # the account that is too small, and by how much; "" if it may fit
 

@@ -105,6 +105,10 @@ def test_links_that_are_left_out_are_refused_to_jobs_that_use_them(here: Path) -
     with pytest.raises(InputError, match=r"the network, which 3 nodes use"):
         alone.need_links(1, 3)
     find("dgx-h100").cluster.need_links(8, 3)
+    spec = shared_folder("jobspecs") / "quickstart.toml"
+    plan = launch(hpczero("plan", str(spec), "--cluster", "alone.toml", "--nodes", "2"), 60, here)
+    assert plan.code == 2
+    assert "does not have the network, which 2 nodes use" in plan.err
     shown = launch(hpczero("cluster", "show", "alone.toml"), 60, here)
     assert "its links are not in the file" in shown.out
     assert "network   not in the file" in shown.out

@@ -58,6 +58,8 @@ def test_each_layout_comes_once_and_all_values_come() -> None:
         ("zero", "offload", "cpu"),
         ("train", "micro_batch", 5),
         ("memory", "recompute", "selective"),
+        ("memory", "recompute", "block"),
+        ("memory", "recompute_every", 3),
         ("memory", "loss_chunk", 100),
     ],
 )
@@ -67,7 +69,20 @@ def test_what_is_pinned_stays(table: str, key: str, value: Any) -> None:
         pinned["parallel__pipeline"] = 2  # without one it would have no effect
     of, _ = space(Allocation.of_nodes(1, 8), **pinned)
     found = {getattr(Layout.of(spec), key) for spec in everything(of)}
-    assert found == ({1, 3} if key == "chunks" else {value})
+    assert found == {value}
+
+
+def test_a_pinned_recompute_leaves_the_rest_free() -> None:
+    of, _ = space(Allocation.of_nodes(1, 8), memory__recompute="block")
+    layouts = [Layout.of(spec) for spec in everything(of)]
+    assert {one.partition_activations for one in layouts} == {False, True}
+    assert {one.recompute_every for one in layouts} == {1, 2}
+    of, _ = space(Allocation.of_nodes(1, 8), memory__recompute="auto")
+    assert {one.recompute for one in map(Layout.of, everything(of))} == {
+        "none",
+        "selective",
+        "block",
+    }
 
 
 def test_orders_that_lie_alike_on_the_nodes_are_one() -> None:
