@@ -86,7 +86,7 @@ def every_layout(space: Space) -> list[Layout]:
         )
         for order, states, size in ways:
             layout = space.layout(parallel, order, states, size)
-            found += [space.saving(layout, Saving(again, 0, 0, 0, 0)) for again in range(4)]
+            found += [space.saving(layout, Saving(again, 0, 0, 0)) for again in range(4)]
     return found
 
 

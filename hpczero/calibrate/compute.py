@@ -60,7 +60,8 @@ def products(turns: Turns, precision: str) -> list[ProductTiming]:
 def _multiply(m: int, n: int, k: int, device: Device, dtype: torch.dtype) -> tuple[Action, ...]:
     """Return forward's product as a linear layer makes it, and the two of its backward."""
     x, weight, gradient = (
-        torch.randn(shape, device=device.torch).to(dtype) for shape in ((m, k), (n, k), (m, n))
+        torch.randn(shape, dtype=torch.float32, device=device.torch).to(dtype)
+        for shape in ((m, k), (n, k), (m, n))
     )
     y, to_x, to_weight = torch.empty_like(gradient), torch.empty_like(x), torch.empty_like(weight)
     return (
@@ -81,7 +82,9 @@ def attention(turns: Turns, precision: str) -> list[AttentionTiming]:
         samples = max(1, tokens // keys)
         shape = samples, _HEADS, keys, _HEAD_DIM
         inputs = [
-            torch.randn(shape, device=device.torch).to(DTYPES[precision]).requires_grad_()
+            torch.randn(shape, dtype=torch.float32, device=device.torch)
+            .to(DTYPES[precision])
+            .requires_grad_()
             for _ in range(3)
         ]
         visible = (keys + 1) / 2
@@ -105,8 +108,8 @@ def attention(turns: Turns, precision: str) -> list[AttentionTiming]:
 def launch(turns: Turns) -> Timing:
     """Time an operation on nearly nothing, as the host starts it in a model. Collective."""
     device = turns.world.device
-    x = torch.randn(4, 16, device=device.torch, requires_grad=True)
-    weight = torch.randn(16, 16, device=device.torch, requires_grad=True)
+    x = torch.randn(4, 16, dtype=torch.float32, device=device.torch, requires_grad=True)
+    weight = torch.randn(16, 16, dtype=torch.float32, device=device.torch, requires_grad=True)
 
     def chain() -> None:
         stream = x

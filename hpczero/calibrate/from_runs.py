@@ -100,7 +100,8 @@ def _devices(run: TracedRun, base: Cluster | None) -> float:
 
 def _links(tree: dict[str, Any], traced: Sequence[TracedRun]) -> None:
     inside = _fits([run.inside for run in traced])
-    if inside:
+    # ranks that share a node's states send next to nothing: that says nothing of links
+    if inside and mean_rate(inside) / _GIGA <= tree["node"]["bandwidth_gb_s"]:
         tree["node"] |= {
             "link_gb_s": mean_rate(inside) / _GIGA,
             "link_reached": 1.0,

@@ -30,7 +30,9 @@ Made = tuple[Action, int]  # what to time, and the bytes that it reads and write
 
 def streaming(turns: Turns, device: torch.device) -> Made:
     """Return a pass that adds an array to another one, in place as an update does."""
-    array, total = (torch.ones(_elements(turns, device), device=device) for _ in range(2))
+    array, total = (
+        torch.ones(_elements(turns, device), dtype=torch.float32, device=device) for _ in range(2)
+    )
     return (lambda: total.add_(array)), 3 * total.nbytes
 
 
@@ -46,7 +48,7 @@ def over_bus(turns: Turns) -> Made:
     """Return copies to a GPU and back; both ways one after the other."""
     device = turns.world.device
     on_host = device.pinned(_ON_GPU // 4)
-    on_device = torch.empty_like(on_host, device=device.torch)
+    on_device = torch.empty_like(on_host, dtype=torch.float32, device=device.torch)
 
     def action() -> None:
         on_device.copy_(on_host, non_blocking=True)
@@ -70,7 +72,7 @@ def _tensor(turns: Turns, dtype: torch.dtype, columns: int = _COLUMNS) -> Tensor
     device = turns.world.device
     rows = _ROWS_ON_CPU if device.kind == "cpu" else _ROWS_ON_GPU
     shape = rows * _COLUMNS // columns, columns
-    return torch.randn(shape, device=device.torch).to(dtype).requires_grad_()
+    return torch.randn(shape, dtype=torch.float32, device=device.torch).to(dtype).requires_grad_()
 
 
 def _both_ways(operation: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Action:
@@ -108,7 +110,7 @@ def _glu(turns: Turns, dtype: torch.dtype) -> Made:
 def _cross_entropy(turns: Turns, dtype: torch.dtype) -> Made:
     """Go both ways; a kernel's gradient takes the logits' place, so it gets a copy of them."""
     logits = _tensor(turns, dtype, 8 * _COLUMNS).detach()
-    targets = torch.arange(len(logits), device=logits.device)
+    targets = torch.arange(len(logits), dtype=torch.int64, device=logits.device)
     by_kernel = "cross_entropy" in kernel_operations(logits.device.type, dtype)
 
     def action() -> None:

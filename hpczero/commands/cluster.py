@@ -1,15 +1,23 @@
 """`hpczero cluster list` and `show`: the clusters that jobs can be planned for."""
 
 import json
+import sys
 from argparse import Namespace
 
-from hpczero.errors import for_terminal
+from hpczero.errors import InputError, for_terminal
 from hpczero.planner.cluster import Cluster, Named, find, folders, names
 from hpczero.text import printable
 
 
 def list_(options: Namespace) -> int:
-    found = [find(name) for name in names()]
+    found, problems = [], []
+    for name in names():
+        try:
+            found.append(find(name))
+        except InputError as error:
+            problems.append(str(error))
+    for problem in problems:
+        print(for_terminal(f"hpczero: WARN {problem}"), file=sys.stderr)
     if options.json:
         rows = [{"cluster": one.name, "file": one.file, **_in_short(one.cluster)} for one in found]
         print(json.dumps(rows, indent=2))

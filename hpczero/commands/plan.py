@@ -19,7 +19,7 @@ from hpczero.planner.allocation import Allocation
 from hpczero.planner.bill import Bill
 from hpczero.planner.layout_space import Space
 from hpczero.planner.layouts import TABLES
-from hpczero.planner.search import Found, Machine, Planned, Search, distinct
+from hpczero.planner.search import Found, Machine, Planned, Search
 from hpczero.planner.trade import node_counts, pareto, why
 from hpczero.safe_files import write_new
 from hpczero.spec.keys import keys, no_such_key
@@ -29,10 +29,12 @@ from hpczero.spec.schema import Spec
 from hpczero.text import join_words, parse_duration, printable, toml_repr
 
 _MOST_RANKS = 1_000_000
+_EXISTS = "{} exists already and is left as it is: name another file"
 _KEYS = {f"{table}.{key}": key for key, table in TABLES.items()}
 
 
 def plan(options: Namespace) -> int:
+    _refuse_what_would_be_ignored(options)
     if options.explain:
         from hpczero.commands.explain import explain
 
@@ -44,6 +46,11 @@ def plan(options: Namespace) -> int:
     if options.top < 1:
         raise InputError(f"--top {options.top}: at least one layout")
     if not known(job.spec.model):
+        if options.json or options.write or options.svg or options.why:
+            raise InputError(
+                f"{job.spec.model.family} has to be built before its layers are known: there is "
+                "no layout to write, to draw or to explain, and no --json"
+            )
         nodes = [Allocation.of_nodes(count, job.ranks_per_node) for count in job.node_counts]
         print(for_terminal("\n".join(plan_report.of_unknown_model(job.spec, job.machine, nodes))))
         return 0
@@ -67,6 +74,21 @@ def plan(options: Namespace) -> int:
     return 0
 
 
+def _refuse_what_would_be_ignored(options: Namespace) -> None:
+    """Refuse options that say nothing beside others, and files that are there (InputError)."""
+    if options.explain and (options.spec or options.nodes or options.pin or options.overrides):
+        raise InputError("--explain RUN takes the spec and the nodes of the run: leave others out")
+    files = {f"--{name}": getattr(options, name) for name in ("svg", "write")}
+    asked = {name: file for name, file in files.items() if file is not None}
+    for name, file in asked.items():
+        if options.explain or options.why:
+            raise InputError(f"{name}: a plan without --why and --explain writes it")
+        if not file or len(set(asked.values())) < len(asked):
+            raise InputError(f"{name} {printable(file)}: name a file of its own")
+        if Path(file).exists():
+            raise InputError(_EXISTS.format(printable(file)))
+
+
 @dataclass
 class Job:
     """A job, and the cluster that it is planned for."""
@@ -82,6 +104,11 @@ class Job:
                 f"{join_words(cluster.names())}, or a file *.toml"
             )
         return cluster.find(name)
+
+    @property
+    def cluster_s_name(self) -> str:
+        """The name as a spec has it: of a file, where that was named."""
+        return self.options.cluster or self.as_given.batch.cluster
 
     @cached_property
     def as_given(self) -> Spec:
@@ -167,10 +194,14 @@ class Job:
         given = self.as_given
         gpus = self.named.cluster.node.devices if self.spec.train.device == "cuda" else 0
         batch = {
+            "cluster": self.cluster_s_name,
             "nodes": planned.nodes.count,
             "ranks_per_node": planned.nodes.ranks_per_node,
             "gpus_per_node": gpus,
         }
+        comm = given.comm
+        if comm.ranks_per_node not in (0, planned.nodes.ranks_per_node):
+            comm = comm.model_copy(update={"ranks_per_node": 0})
         train = given.train.model_copy(update={"micro_batch": planned.layout.micro_batch})
         return given.model_copy(
             update={
@@ -178,6 +209,7 @@ class Job:
                 "zero": planned.spec.zero,
                 "memory": planned.spec.memory,
                 "train": train,
+                "comm": comm,
                 "batch": given.batch.model_copy(update=batch),
             }
         )
@@ -206,7 +238,7 @@ def _in_lines(job: Job, found: list[Found]) -> Iterator[str]:
         yield from plan_report.trade(bests, pareto(bests))
         found = [one for one in found if one.best][-1:]
     for one in found:
-        rows = [(row, job.bill(row)) for row in distinct(one.planned, top)]
+        rows = [(row, job.bill(row)) for row in one.rows(top)]
         yield from plan_report.table(rows)
 
 
@@ -224,8 +256,7 @@ def _as_data(job: Job, found: list[Found]) -> dict[str, Any]:
                 "counts": vars(one.counts),
                 "on_the_front": bool(one.best) and id(one.best) in front,
                 "layouts": [
-                    plan_report.as_data(row, job.bill(row))
-                    for row in distinct(one.planned, job.options.top)
+                    plan_report.as_data(row, job.bill(row)) for row in one.rows(job.options.top)
                 ],
             }
             for one in found
@@ -271,13 +302,13 @@ def _named_layout(job: Job, search: Search, found: Found, settings: dict[str, st
     """Return the layout of --why: a row of the table, "spec", or the best one with other keys."""
     text = job.options.why
     if text.isdecimal():
-        rows = distinct(found.planned, job.options.top)
+        rows = found.rows(job.options.top)
         if len(text) > 9 or not 1 <= int(text) <= len(rows):
             raise InputError(f"--why {printable(text, 40)}: the table has rows 1 to {len(rows)}")
         return rows[int(text) - 1]
     spec = job.spec
     if settings:
-        best = found.best or found.planned[0]
+        best = found.first
         values = {name: _as_set(getattr(best.layout, key)) for name, key in _KEYS.items()}
         changed = [f"{name}={value}" for name, value in (values | settings).items()]
         given = [*job.options.overrides, f"train.device={spec.train.device}", *changed]
@@ -303,9 +334,7 @@ def _write_file(options: Namespace, name: str, text: str, of_what: str) -> None:
     try:
         write_new(Path(name), text)
     except FileExistsError:
-        raise InputError(
-            f"{printable(name)} exists already and is left as it is: name another file"
-        ) from None
+        raise InputError(_EXISTS.format(printable(name))) from None
     except OSError as error:
         raise InputError(f"{printable(name)} cannot be written: {error.strerror}") from None
     said = f"wrote {printable(name)}{of_what}"

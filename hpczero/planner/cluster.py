@@ -143,6 +143,11 @@ class Cluster(Table):
     network: Network = Network(adapter_gb_s=1.25, latency_us=50.0)
     files: Files | None = None
 
+    def with_devices(self, count: int) -> "Cluster":
+        """Return the cluster with so many devices on a node: those that a job has of them."""
+        node = self.node.model_copy(update={"devices": count})
+        return self.model_copy(update={"node": node})
+
     def need_links(self, ranks_on_node: int, nodes: int) -> None:
         """Refuse a job whose ranks talk over links that the file leaves out (InputError)."""
         lacking = ""

@@ -132,7 +132,7 @@ def _durations(
     for chunk in range(pipeline.chunks):
 
         def both(stage: int, chunk: int = chunk) -> tuple[float, float]:
-            there, back = (_causes(costs, kind, stage, chunk) for kind in KINDS)
+            there, back = (causes_of_action(costs, kind, stage, chunk) for kind in KINDS)
             shown[stage, chunk] = {
                 cause: there.get(cause, 0.0) + back.get(cause, 0.0) for cause in {**there, **back}
             }
@@ -146,9 +146,9 @@ def _durations(
     return Durations(forward, backward, transfers), shown
 
 
-def _causes(costs: StepCosts, kind: str, stage: int, chunk: int) -> dict[str, float]:
+def causes_of_action(costs: StepCosts, kind: str, stage: int, chunk: int) -> dict[str, float]:
     causes = dict(costs.action(kind, stage, chunk))
     computing = sum(causes.values())
     causes["data"] = _exposed(costs.data(kind, stage, chunk), computing, costs.hidden())
-    causes["offload"] = max(0.0, costs.bus(kind, stage, chunk) - computing)
+    causes["offload"] = max(0.0, costs.bus(kind, stage, chunk) - computing - causes["data"])
     return causes

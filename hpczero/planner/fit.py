@@ -9,7 +9,7 @@ from hpczero.comm.grid import Grid
 from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import Layer
 from hpczero.planner.memory import needs_of_nodes, saves_behind
-from hpczero.planner.needs import FILES, Hardware, NodeNeed, of_account
+from hpczero.planner.needs import FILES, Hardware, NodeNeed, at_most, of_account
 from hpczero.planner.placement import nodes_of_ranks, placements
 from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.volumes import resolved
@@ -138,6 +138,21 @@ def as_it_fits(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> tuple
         if problem is None:
             break
     return way, problem
+
+
+def close_calls(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> list[str]:
+    """Return where the job fits by its own bytes, and may not by what allocators lose."""
+    needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
+    calls = []
+    for bound in limits.bounds:
+        size = _load(bound, needs)
+        most = size if bound.windows else at_most(size, bound.memory)
+        if size <= bound.free < most:
+            calls.append(
+                f"{format_memory(size)} of {format_memory(bound.free)} {bound.place} are too close "
+                f"to call: it may come to {format_memory(most)}"
+            )
+    return sorted(set(calls))
 
 
 def is_tight(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> bool:

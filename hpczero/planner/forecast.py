@@ -11,7 +11,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words
+from hpczero.planner.fit import NodeLimits, as_it_fits, close_calls, kinds_in_words
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.needs import Hardware, NodeNeed, of_account
 from hpczero.planner.platform import Platform
@@ -47,8 +47,9 @@ class Forecast:
         """Return bytes by kind on the fullest node: of a rank, of all its ranks, in shared windows.
 
         On GPUs "device" has the fullest rank of all nodes and "host" the fullest node, and
-        `available` is 0 if a size is not known.
+        `available` is 0 if a size is not known. "close_calls": where it may not fit.
         """
+        limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
         needs = needs_on_grid(self.spec, layers, self.grid, self.platform).values()
         fullest = max(needs, key=lambda need: need.of(need.ranks))
         memory: dict[str, Any] = {
@@ -57,6 +58,7 @@ class Forecast:
             "node": fullest.node,
             "windows": fullest.windows,
             "on": self.platform.device,
+            "close_calls": close_calls(self.spec, layers, limits),
         }
         if fullest.files:
             most = max(part.files for part in fullest.parts)
@@ -104,6 +106,7 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
         *_memory_in_lines(memory),
         *_files_in_lines(memory.get("files")),
         *_bus_in_lines(memory.get("over_bus")),
+        *memory["close_calls"],
     ]
 
 

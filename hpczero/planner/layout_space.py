@@ -33,11 +33,18 @@ class Saving(NamedTuple):
     by_pieces: int  # the loss
     partitioned: int
     activations_away: int
-    states_away: int  # of `Space.offloads`
 
     def gives_up(self, other: "Saving") -> bool:
         """Return True if it gives up all that the other one does."""
         return all(map(int.__ge__, self, other))
+
+
+class States(NamedTuple):
+    """The ZeRO stage, whether the data ranks of a node share states, and where these lie."""
+
+    stage: int
+    node_shared: str | bool
+    offload: str
 
 
 @dataclass(frozen=True)
@@ -140,15 +147,19 @@ class Space:
             stride *= sizes[axis]
         return tuple(sorted(lies.items()))
 
-    def states(self, parallel: Parallel) -> Iterator[tuple[int, str | bool]]:
-        """Yield the ZeRO stages, and whether the data ranks of a node share states."""
+    def states(self, parallel: Parallel) -> Iterator[States]:
+        """Yield the ZeRO stages, with where the states are.
+
+        States elsewhere are no saving that costs time: the host's update may be hidden.
+        """
         zero = self.spec.zero
         several = self._data_ranks(parallel) > 1
         can_share = several and not self.on_gpus and self.nodes.ranks_per_node > 1
         shared = (True, False) if can_share else (zero.node_shared,)
         for stage in self._values("stage", range(4) if several else (zero.stage,)):
             for choice in self._values("node_shared", shared):
-                yield stage, choice
+                for place in self.offloads:
+                    yield States(stage, choice, place)
 
     def _data_ranks(self, parallel: Parallel) -> int:
         return self.nodes.ranks // (parallel.tensor * parallel.pipeline)
@@ -163,7 +174,7 @@ class Space:
 
     @cached_property
     def offloads(self) -> Sequence[str]:
-        """The places of the states, those from which they come back fastest first."""
+        """The places of the states."""
         folder = self.spec.zero.offload if self.spec.zero.offload.startswith("nvme") else _FOLDER
         files = (folder,) if self.has_files else ()
         return self._values("offload", ("none", *(("cpu",) if self.on_gpus else ()), *files))
@@ -193,7 +204,7 @@ class Space:
         pieces = 2 if blocks and loss_rows(memory, tokens) else 1
         replicated = parallel.tensor > 1 and not parallel.sequence_parallel
         found = [
-            Saving(recomputed, piece, partitioned, activations, states)
+            Saving(recomputed, piece, partitioned, activations)
             for recomputed in range(len(self.recomputed) if blocks else 1)
             for piece in self._levels("loss_chunk", pieces)
             for partitioned in self._levels(
@@ -203,18 +214,15 @@ class Space:
             for activations in self._levels(
                 "offload_activations", 2 if self.on_gpus and blocks else 1
             )
-            for states in range(len(self.offloads))
         ]
         return sorted(found, key=lambda saving: (sum(saving[1:]), saving[:0:-1], saving[0]))
 
     def _levels(self, key: str, count: int) -> range:
         return range(count) if self._free(key) else range(1)
 
-    def layout(
-        self, parallel: Parallel, order: str, states: tuple[int, str | bool], micro_batch: int
-    ) -> Layout:
+    def layout(self, parallel: Parallel, order: str, states: States, micro_batch: int) -> Layout:
         """Return a layout that gives nothing up."""
-        nothing = self.saving(Layout.of(self.spec), Saving(0, 0, 0, 0, 0))
+        nothing = self.saving(Layout.of(self.spec), Saving(0, 0, 0, 0))
         return nothing._replace(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -222,8 +230,9 @@ class Space:
             schedule=parallel.schedule,
             chunks=parallel.chunks,
             order=order,
-            stage=states[0],
-            node_shared=states[1],
+            stage=states.stage,
+            node_shared=states.node_shared,
+            offload=states.offload,
             micro_batch=micro_batch,
         )
 
@@ -241,11 +250,7 @@ class Space:
     def saving(self, layout: Layout, saving: Saving) -> Layout:
         """Return the layout that gives so much up."""
         again, every = self.recomputed[saving.recomputed]
-        changes: dict[str, Any] = {
-            "offload": self.offloads[saving.states_away],
-            "recompute": again,
-            "recompute_every": every,
-        }
+        changes: dict[str, Any] = {"recompute": again, "recompute_every": every}
         if self._free("loss_chunk"):
             changes["loss_chunk"] = _LOSS[saving.by_pieces]
         if self._free("partition_activations"):

@@ -12,6 +12,13 @@ ON_HOST = frozenset(
     ("checkpoint copy", "data", "runtime", "activations on the host", *KINDS_ON_HOST)
 )
 FILES = "files"  # an account: of states that are in files
+OF_CUDA = 1_000_000_000  # bytes of a GPU: its context, and the buffers of its libraries
+MARGIN = {"device": 0.10, "host": 0.05, "all": 0.05, FILES: 0.0}  # for what allocators lose
+
+
+def at_most(size: int, account: str) -> int:
+    """Return the bytes that so many of an account may come to."""
+    return int(size * (1 + MARGIN[account])) + (OF_CUDA if account == "device" else 0)
 
 
 @dataclass(frozen=True)

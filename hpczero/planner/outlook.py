@@ -1,7 +1,7 @@
 """How long a job takes where its cluster is known: for `check`, `render`, `submit` and a run."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,6 +94,9 @@ def outlook(
     if not spec.batch.cluster:
         return None
     named = cluster.find(spec.batch.cluster)
+    gpus = spec.batch.gpus_per_node or named.cluster.node.devices
+    if platform.device == "cuda" and nodes.most > gpus:
+        named = replace(named, cluster=named.cluster.with_devices(gpus))
     try:
         hold_against(named.cluster, spec, nodes, platform)
         time = predict(spec, layers, nodes, named.cluster, platform)

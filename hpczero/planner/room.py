@@ -2,7 +2,7 @@
 
 The bytes are those of `planner.memory`. Of what ranks hold on a GPU the planner knows nothing of
 CUDA's own share (`OF_CUDA`), nor of what the allocator loses between tensors, which measured runs
-put below `SPREAD`: between the two a layout is too close to call.
+put below `MARGIN`: between the two a layout is too close to call.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,11 @@ from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.memory import Parts
-from hpczero.planner.needs import FILES, Hardware, Need, NodeNeed
+from hpczero.planner.needs import FILES, Hardware, Need, NodeNeed, at_most
 from hpczero.planner.placement import Placement, placements
 from hpczero.planner.platform import Platform, as_run
 from hpczero.spec.schema import Spec
 
-OF_CUDA = 1_000_000_000  # bytes of a GPU: its context, and the buffers of its libraries
-SPREAD = {"device": 0.10, "host": 0.05, "all": 0.05, FILES: 0.0}
 _GB = 10**9
 
 
@@ -34,7 +32,7 @@ class Account:
     @property
     def most(self) -> int:
         """The bytes that it may come to."""
-        return int(self.size * (1 + SPREAD[self.name])) + (OF_CUDA if self.name == "device" else 0)
+        return at_most(self.size, self.name)
 
     @property
     def exceeds(self) -> bool:

@@ -70,6 +70,16 @@ class Found:
         """The fastest layout that fits."""
         return next((one for one in self.planned if one.fit.verdict == "fits"), None)
 
+    @property
+    def first(self) -> Planned:
+        """The best, or the first of those that are too close to call."""
+        return self.best or self.planned[0]
+
+    def rows(self, count: int) -> list[Planned]:
+        """Return the rows of a table of so many; the best is among them."""
+        rows = distinct(self.planned, count)
+        return rows if self.best is None or self.best in rows else [*rows[:-1], self.best]
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -96,9 +96,9 @@ class StepWork:
         self.shared = shares_nodes(self.spec.zero, data.on_nodes)
         self.sharded = Sharded.at_stage(spec.zero.stage, self.shared)
         self.precision = Precision(element_bytes(spec), self.batch.micro_batches > 1)
-        # stage 3 gathers what was released: with several chunks each stage has its own course, and
-        # of those that are alike the last one gathers the least
-        gathers = self.sharded.parameters and parallel.chunks > 1
+        # stage 3 gathers what was released, by each stage's own course: of those that are alike the
+        # last one gathers the least
+        gathers = self.sharded.parameters and parallel.pipeline > 1
         alike = self.once(self._alike_stages, by)
         self.like = list(self.stages) if gathers and not bounds else alike
         self._least: dict[int, int] = {}

@@ -52,7 +52,7 @@ class Difference:
 
 def why(planned: Planned, found: Found, room: Room) -> Difference:
     """Return what parts a layout from the best one that fits, which there is."""
-    best = found.best or found.planned[0]
+    best = found.first
     account = planned.fit.first.name
     place, own = room.fullest(planned.spec, account)
     _, other = room.fullest(best.spec, account)

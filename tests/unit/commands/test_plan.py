@@ -246,3 +246,55 @@ def test_a_login_node_needs_neither_torch_nor_mpi(here: Path) -> None:
         hpczero("plan", "spec.toml", "--cluster", "dgx-h100", "--nodes", "1", *FEW), 120, here
     )
     assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--why", "1", "--write", "new.toml"), "--write: a plan without --why"),
+        (("--svg", "one", "--write", "one"), "--svg one: name a file of its own"),
+        (("--write", "spec.toml"), "spec.toml exists already"),
+        (("--write", ""), "name a file of its own"),
+        (("--explain", "runs/a"), "leave others out"),
+    ],
+)
+def test_no_option_is_ignored(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*FEW, *options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_written_names_the_cluster_and_real_nodes(here: Path) -> None:
+    text = SPEC.replace("[batch]", '[comm]\nranks_per_node = 4\n[batch]\ncluster = "alps-gh200"')
+    (here / "spec.toml").write_text(text)
+    assert plan(*FEW, "--ranks-per-node", "8", "--write", "new.toml") == 0
+    written = load("new.toml").spec
+    assert written.batch.cluster == "dgx-h100"
+    assert (written.batch.ranks_per_node, written.comm.ranks_per_node) == (8, 0)
+
+
+@pytest.mark.usefixtures("here")
+def test_states_on_the_host_may_be_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their update is hidden, that of the device is not: no other layout is faster."""
+    pins = ("--set", "parallel.tensor=1", "--set", "parallel.pipeline=1", "--set", "zero.stage=1")
+    (nodes,) = data(capsys, *pins, "--set", "train.global_batch=256", cluster="alps-gh200")["nodes"]
+    fastest = nodes["layouts"][0]["step_seconds"]
+    for place in ("none", "cpu"):
+        (with_it,) = data(
+            capsys, *pins, "--set", "train.global_batch=256", "--set", f"zero.offload={place}",
+            cluster="alps-gh200",
+        )["nodes"]  # fmt: skip
+        assert fastest <= with_it["layouts"][0]["step_seconds"]
+
+
+def test_a_broken_cluster_does_not_hide_the_others(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "clusters").mkdir()
+    (here / "clusters" / "broken.toml").write_text("description = 1")
+    assert main(["cluster", "list"]) == 0
+    said = capsys.readouterr()
+    assert "broken.toml is no cluster" in said.err
+    assert "dgx-h100" in said.out

@@ -11,7 +11,7 @@ import pytest
 
 from hpczero.model import families
 from hpczero.parallel.states import UpdateMemory
-from hpczero.planner.fit import as_it_fits, is_tight, refusal
+from hpczero.planner.fit import as_it_fits, close_calls, is_tight, refusal
 from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
 
 pytest.importorskip("torch", reason="preflight asks a World")
@@ -68,6 +68,15 @@ def test_room_for_what_malloc_keeps_free() -> None:
     assert judge(20)[0] is False
     on_gpus = limits_from_ranks([on_gpu(0, 12, available=5), on_gpu(1, 12, available=5)])
     assert not is_tight(job, model, on_gpus)
+
+
+def test_what_is_too_close_to_call_is_said() -> None:
+    job = spec()
+    limits = limits_from_ranks([rank(available=34)] * 4)
+    (call,) = close_calls(job, families.layers(job.model), limits)
+    assert call == "33.1 GB of 34.0 GB on n0 are too close to call: it may come to 34.7 GB"
+    roomy = limits_from_ranks([rank(available=35)] * 4)
+    assert not close_calls(job, families.layers(job.model), roomy)
 
 
 def test_the_memory_of_the_optimizer_counts() -> None:

@@ -20,8 +20,8 @@ from hpczero.parallel.pipeline.schedule import (
 from hpczero.planner.activations import arrived
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.memory import needs_on_grid
-from hpczero.planner.needs import of_account
-from hpczero.planner.room import OF_CUDA, Account, Fit, Room
+from hpczero.planner.needs import OF_CUDA, of_account
+from hpczero.planner.room import Account, Fit, Room
 from hpczero.spec.schema import Parallel
 from tests.support.plans import everything, on_nodes, space
 

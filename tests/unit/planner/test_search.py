@@ -99,7 +99,7 @@ def test_a_way_comes_after_all_that_it_contains() -> None:
     of, _ = space(Allocation.of_nodes(1, 8))
     for parallel in of.parallels:
         ways = of.savings(parallel, 16)
-        assert ways[0] == Saving(0, 0, 0, 0, 0)
+        assert ways[0] == Saving(0, 0, 0, 0)
         assert all(ways[-1].gives_up(way) for way in ways)
         for number, way in enumerate(ways):
             assert not any(way.gives_up(later) for later in ways[number + 1 :])

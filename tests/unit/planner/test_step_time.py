@@ -1,6 +1,7 @@
 """The time of a step: its causes add up, and it is monotone where physics is."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hpczero.errors import InputError
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster, find
-from hpczero.planner.composed import Pipeline, compose
+from hpczero.planner.composed import Pipeline, causes_of_action, compose
 from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.step_costs import CAUSES, Edge
 from hpczero.planner.step_time import StepTime, predict
@@ -119,6 +120,23 @@ def test_a_better_machine_is_never_slower(
     faster = changed(cluster, {path: value * better[1]})
     before = time_of(spec, nodes, cluster).seconds
     assert time_of(spec, nodes, faster).seconds <= before * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("data", "bus"), [(3.0, 3.0), (0.5, 3.0), (3.0, 0.5)])
+def test_less_computing_is_never_slower(data: float, bus: float) -> None:
+    """Also where both of what it hides are longer."""
+
+    def seconds(computing: float) -> float:
+        costs: Any = SimpleNamespace(
+            action=lambda *_: {"compute": computing},
+            data=lambda *_: data,
+            bus=lambda *_: bus,
+            hidden=lambda: 0.7,
+        )
+        return sum(causes_of_action(costs, "forward", 0, 0).values())
+
+    taken = [seconds(computing) for computing in (0.0, 0.4, 1.0, 2.9, 3.1, 9.0)]
+    assert taken == sorted(taken)
 
 
 @given(jobs())
