@@ -18,6 +18,7 @@ from hpczero.spec.load import toml_value
 from hpczero.text import format_count
 
 _LAUNCH_US = 5.0  # where neither a run nor a base says it
+_SENDS = 0.1  # of the latency: what the bytes of the largest operation take at least
 _LARGE = 1 << 16  # bytes: smaller messages say nothing of bandwidth
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
@@ -100,8 +101,7 @@ def _devices(run: TracedRun, base: Cluster | None) -> float:
 
 def _links(tree: dict[str, Any], traced: Sequence[TracedRun]) -> None:
     inside = _fits([run.inside for run in traced])
-    # ranks that share a node's states send next to nothing: that says nothing of links
-    if inside and mean_rate(inside) / _GIGA <= tree["node"]["bandwidth_gb_s"]:
+    if inside:
         tree["node"] |= {
             "link_gb_s": mean_rate(inside) / _GIGA,
             "link_reached": 1.0,
@@ -130,16 +130,22 @@ def _by_adapter(run: TracedRun, adapters: int) -> dict[str, list[tuple[float, fl
 
 
 def _fits(runs: Sequence[Mapping[str, Sequence[tuple[float, float]]]]) -> dict[str, LineFit]:
-    """Return operation -> fit, of those that were large; one size is taken for all bandwidth."""
+    """Return operation -> fit, of those that were large; one size is taken for all bandwidth.
+
+    Operations that take no longer with more bytes are left out: they wait for something else.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
         for operation, of_run in run.items():
             points.setdefault(operation, []).extend(of_run)
-    return {
-        name: fit_line(points[name])
-        for name in get_args(OperationName)
-        if max((size for size, _ in points.get(name, ())), default=0) >= _LARGE
-    }
+    fits = {}
+    for name in get_args(OperationName):
+        largest = max((size for size, _ in points.get(name, ())), default=0)
+        if largest >= _LARGE:
+            fit = fit_line(points[name])
+            if largest / fit.rate > _SENDS * fit.seconds:
+                fits[name] = fit
+    return fits
 
 
 def _operations(fits: Mapping[str, LineFit]) -> dict[str, Any]:
