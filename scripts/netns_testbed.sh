@@ -70,8 +70,9 @@ kilobits() {
 }
 
 shape() { # NAMESPACE DEVICE KILOBITS
-    local burst=$(($3 / 4)) # bytes: what passes in 2 ms
-    [ "$burst" -ge 262144 ] || burst=262144
+    # bytes that pass at once after a pause, which no real link has: 0.5 ms of it, but a segment
+    local burst=$(($3 / 16))
+    [ "$burst" -ge 65536 ] || burst=65536
     tc -n "$1" qdisc add dev "$2" root tbf rate "$rate" burst "$burst" latency 50ms
 }
 
