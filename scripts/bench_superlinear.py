@@ -18,6 +18,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda")]
@@ -35,6 +36,7 @@ MODEL = Model(layers=12, hidden=512, heads=8, seq_len=256, vocab=8192)
 PLATFORM = Platform("cpu", KERNELS_THAT_CHANGE_MEMORY["cpu"])
 MOST = 64  # sequences of a micro-batch
 HOUR = 3600
+_FIRST = 2  # steps of the shorter run
 
 
 @dataclass(frozen=True)
@@ -107,22 +109,39 @@ def predicted(spec: Spec, ranks: int) -> Figures:
 
 
 def measured(spec: Spec, ranks: int) -> Figures:
-    """Run the job, and return the figures of its summary."""
+    """Return the figures of the steps of a job, by two runs: one begins with as many steps more.
+
+    What is sent once a run, before the first step and after the last one, is in neither.
+    """
+    steps = spec.train.steps
+    first, longer = (summary_of(spec, ranks, count) for count in (_FIRST, _FIRST + steps))
+    tokens = longer["tokens"] - first["tokens"]
+    sent = _sent(longer) - _sent(first)
+    seconds = longer["step"]["seconds"]
+    return Figures(longer["fullest"]["held"], sent / tokens, steps / tokens, seconds)
+
+
+def summary_of(spec: Spec, ranks: int, steps: int) -> dict[str, Any]:
+    """Run the job for so many steps, and return its summary."""
+    train = spec.train.model_copy(update={"steps": steps})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spec.toml"
-        write_text(path, to_toml(spec.model_copy(update={"output": folder})))
+        job = spec.model_copy(update={"output": folder, "train": train})
+        write_text(path, to_toml(job))
         mpirun = str(Path(sys.executable).parent / "mpirun")
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "hpczero", "run", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, cwd=ROOT)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-        summary = json.loads((Path(folder) / spec.name / "summary.json").read_text())
-    tokens = summary["tokens"]
-    sent = sum(
+        text = (Path(folder) / spec.name / "summary.json").read_text()
+    summary: dict[str, Any] = json.loads(text)
+    return summary
+
+
+def _sent(summary: dict[str, Any]) -> int:
+    return sum(
         operation["bytes"] for rank in summary["comm"] for operation in rank["data"].values()
     )
-    passes = summary["steps"] / tokens
-    return Figures(summary["fullest"]["held"], sent / tokens, passes, summary["step"]["seconds"])
 
 
 if __name__ == "__main__":
