@@ -109,7 +109,7 @@ def predicted(spec: Spec, ranks: int) -> Figures:
 
 
 def measured(spec: Spec, ranks: int) -> Figures:
-    """Return the figures of the steps of a job, by two runs: one begins with as many steps more.
+    """Return the figures of the steps of a job, by two runs, of which one has that many more.
 
     What is sent once a run, before the first step and after the last one, is in neither.
     """

@@ -108,8 +108,8 @@ def _links(tree: dict[str, Any], traced: Sequence[TracedRun]) -> None:
             "link_us": latency(inside) / _MICRO,
             "operations": _operations(inside),
         }
-    network = tree.get("network", {"adapters": 1})
-    between = _fits([_by_adapter(run, network["adapters"]) for run in traced])
+    network = tree.get("network", {})
+    between = _fits([_by_adapter(run, network.get("adapters", 1)) for run in traced])
     if between:
         network |= {
             "adapter_gb_s": mean_rate(between) / _GIGA,

@@ -95,20 +95,20 @@ class Job:
 
     options: Namespace
 
-    @cached_property
-    def named(self) -> cluster.Named:
+    @property
+    def cluster_name(self) -> str:
+        """The name as a spec has it: the path of a file, where that was named."""
         name = self.options.cluster or self.as_given.batch.cluster
         if not name:
             raise InputError(
                 "which cluster is it planned for? --cluster or batch.cluster names one of "
                 f"{join_words(cluster.names())}, or a file *.toml"
             )
-        return cluster.find(name)
+        return str(name)
 
-    @property
-    def cluster_s_name(self) -> str:
-        """The name as a spec has it: of a file, where that was named."""
-        return self.options.cluster or self.as_given.batch.cluster
+    @cached_property
+    def named(self) -> cluster.Named:
+        return cluster.find(self.cluster_name)
 
     @cached_property
     def as_given(self) -> Spec:
@@ -194,7 +194,7 @@ class Job:
         given = self.as_given
         gpus = self.named.cluster.node.devices if self.spec.train.device == "cuda" else 0
         batch = {
-            "cluster": self.cluster_s_name,
+            "cluster": self.cluster_name,
             "nodes": planned.nodes.count,
             "ranks_per_node": planned.nodes.ranks_per_node,
             "gpus_per_node": gpus,

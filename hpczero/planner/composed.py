@@ -147,6 +147,7 @@ def _durations(
 
 
 def causes_of_action(costs: StepCosts, kind: str, stage: int, chunk: int) -> dict[str, float]:
+    """Return the seconds of an action; data and bus go on at once, beside its computing."""
     causes = dict(costs.action(kind, stage, chunk))
     computing = sum(causes.values())
     causes["data"] = _exposed(costs.data(kind, stage, chunk), computing, costs.hidden())

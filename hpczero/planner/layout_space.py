@@ -181,7 +181,7 @@ class Space:
 
     @cached_property
     def recomputed(self) -> Sequence[tuple[str, int]]:
-        """What may be computed again, and of every how many blocks, the cheapest first.
+        """Ways to compute activations again, the cheapest first: a kind, of every so many blocks.
 
         A pinned "auto" leaves it to the plan, as it leaves it to the run.
         """

@@ -392,6 +392,7 @@ class OwnRun:
             raise
         finally:
             self._listening.close()
+            self._account.leave_out()  # the step that has begun is none
             self._requests = None
             self._claimed = None
             self._log.end(step, state, reason, self.world.size)

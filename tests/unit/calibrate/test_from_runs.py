@@ -4,10 +4,12 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hpczero.calibrate.from_runs import text
+from hpczero.calibrate.from_runs import _links, text
 from hpczero.calibrate.traced_run import read
 from hpczero.comm.trace import OPERATION, SPAN, WAIT, Event, EventKind
 from hpczero.errors import InputError
@@ -138,3 +140,25 @@ def test_the_verb_writes_a_file_once(run: Path, tmp_path: Path) -> None:
     assert path.read_text().endswith("# mine\n")
     assert launch([*command, "--overwrite", "--json"], 60, tmp_path).code == 0
     assert "# mine" not in path.read_text()
+
+
+def test_links_of_a_node_s_ranks_that_send_at_once() -> None:
+    """Four ranks of 1 GB/s have 4 GB/s of one adapter; what they take says nothing of one alone."""
+    points = [(size, 1e-5 + size / 1e9) for size in (1e6, 4e6, 16e6)]
+    run: Any = SimpleNamespace(ranks_on_node=4, inside={}, between={"all_reduce": points})
+    tree: dict[str, Any] = {"network": {"adapter_gb_s": 1.0}}  # of a base that names no adapters
+    _links(tree, [run])
+    assert tree["network"]["adapter_gb_s"] == pytest.approx(4, rel=0.01)
+    assert tree["network"]["operations"] == {}
+    run.ranks_on_node = 1
+    _links(tree, [run])
+    assert tree["network"]["adapter_gb_s"] == pytest.approx(1, rel=0.01)
+    assert tree["network"]["operations"]["all_reduce"]["gb_s"] == pytest.approx(1, rel=0.01)
+
+
+def test_operations_that_wait_say_nothing_of_links() -> None:
+    points = [(size, 5e-3 + size / 1e13) for size in (1e6, 4e6, 16e6)]
+    run: Any = SimpleNamespace(ranks_on_node=1, inside={"all_gather": points}, between={})
+    tree: dict[str, Any] = {"node": {}}
+    _links(tree, [run])
+    assert tree == {"node": {}}

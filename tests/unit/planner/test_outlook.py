@@ -96,6 +96,16 @@ def test_a_chain_that_is_too_short_is_said(jobs: int) -> None:
     assert list(of(spec_of(steps=steps, walltime="1h", chain=jobs)).warnings()) == []
 
 
+def test_ranks_that_share_a_gpu_are_slower() -> None:
+    def seconds(**batch: Any) -> float:
+        time = of(spec_of(**batch)).time
+        assert time
+        return time.seconds
+
+    assert seconds(gpus_per_node=1) > 4 * seconds()
+    assert seconds(gpus_per_node=8) == seconds()
+
+
 def test_a_chain_that_no_spec_can_have_needs_more_time() -> None:
     spec = spec_of(steps=int(1500 * 3000 / step_seconds(spec_of())), walltime="1h", chain=1000)
     (said,) = of(spec).warnings()

@@ -1,6 +1,7 @@
 """The account of memory: its kinds, its cost, and its line, with figures of a device's own."""
 
 import platform
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,6 +155,19 @@ def test_a_step_that_is_left_out_is_followed_by_one_that_is_measured() -> None:
     account.leave_out()
     assert account.end_step(2) is None
     assert step_of(account, gpu, 3)
+
+
+def test_a_step_that_is_left_out_gives_nothing_back_any_more() -> None:
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "gives" in thread.name]
+
+    account = account_on(CPU)
+    account.begin_step()
+    account.end_step(1)
+    account.begin_step()
+    assert threads() == ["gives memory back"]
+    account.leave_out()
+    assert not threads()
 
 
 def line_of_cpu() -> dict[str, Any] | None:
