@@ -204,6 +204,8 @@ run() {
     names=$(sed "s/^/$name-/" "$(state)/numbers" | paste -sd,)
     local words=("$launcher" -launcher ssh -launcher-exec "$(state)/launch" -hosts "$names"
         -iface eth0 -n $((hosts * per_host)) -ppn "$per_host" "$@")
+    # Hydra hands its end of stdin to ranks that may have ended: of SIGPIPE it would die
+    trap '' PIPE
     # UCX would find the other hosts' memory and go around the links
     set -m # in the background, so that a signal to this script counts at once
     UCX_TLS=tcp,self "$(state)/launch" "$(namespace 1)" "exec$(printf ' %q' "${words[@]}")" \

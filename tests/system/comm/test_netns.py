@@ -174,9 +174,8 @@ def test_one_that_is_up_stays_for_several_runs_until_it_is_taken_down(name: str)
     assert testbed("up", "--name", name, "--rate", "100mbit").code == 0
     assert "is a testbed" in testbed("up", "--name", name).err
     for _ in range(2):
-        assert sorted(
-            testbed("run", "--name", name, "--ranks-per-host", "1", "hostname").out.split()
-        ) == [f"{name}-1", f"{name}-2"]
+        done = testbed("run", "--name", name, "--ranks-per-host", "1", "hostname")
+        assert (done.code, sorted(done.out.split())) == (0, [f"{name}-1", f"{name}-2"]), done.err
     assert "2 hosts, links of 100mbit" in testbed("status", "--name", name).out
     assert testbed("down", "--name", name).code == 0
     assert testbed("status", "--name", name).code == 1
