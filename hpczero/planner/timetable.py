@@ -13,7 +13,7 @@ from functools import lru_cache
 from hpczero.parallel.pipeline.schedule import PartResult, gives, needs, schedule
 
 _EXACT = 6000  # actions that are all looked at
-_PERIODS = 4  # of micro-batches, where there are more
+_PERIODS = 10  # of micro-batches, where there are more: a slow stage shows late
 
 _Row = tuple[int, int, bool, int, int]
 
