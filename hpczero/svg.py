@@ -10,10 +10,7 @@ from xml.etree import ElementTree
 
 INK, PALE = "#222222", "#d8d8d8"
 # Okabe and Ito's colours, which colour-blind readers tell apart
-BLUE, GREEN, ORANGE, PINK, SKY, RED = (
-    *("#0072b2", "#009e73", "#e69f00"),
-    *("#cc79a7", "#56b4e9", "#d55e00"),
-)
+BLUE, GREEN, ORANGE, PINK, SKY = "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9"
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -98,10 +95,8 @@ class Page:
         how = {"points": words, "fill": "none", "stroke": stroke}
         self._add("polyline", {"stroke-width": width}, how)
 
-    def words(
-        self, x: float, y: float, text: str, anchor: str = "start", fill: str = INK, size: int = 12
-    ) -> None:
-        how = {"text-anchor": anchor, "fill": fill, "font-size": str(size)}
+    def words(self, x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> None:
+        how = {"text-anchor": anchor, "fill": INK, "font-size": str(size)}
         self._add("text", {"x": x, "y": y}, how).text = _printable(text)
 
     def _add(

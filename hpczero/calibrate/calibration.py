@@ -22,12 +22,12 @@ from hpczero.train import setup
 # part -> share of the seconds, and cases that the share is for
 _PARTS = {
     "memory": (0.08, 3),
-    "products": (0.36, 45),
+    "products": (0.34, 45),
     "attention": (0.1, 10),
     "kernels": (0.14, 7),
     "launch": (0.02, 1),
-    "links": (0.12, 22),
-    "network": (0.08, 40),
+    "links": (0.12, 29),
+    "network": (0.1, 47),
     "disk": (0.1, 2),
 }
 
@@ -125,6 +125,7 @@ class Calibration:
             return
         with self._part("links"):
             findings.inside = links.inside(turns, dtype)
+            findings.beside_inside = links.beside_inside(turns, dtype)
             pairs = links.pairs(turns, dtype)
             if pairs:
                 findings.pair_alone, findings.pairs_at_once = pairs
@@ -133,10 +134,12 @@ class Calibration:
             findings.notes.append("a node has one rank: links in a node are not measured")
         if links.has_network(world):
             with self._part("network") as seconds:
-                turns.begin(seconds / 2, _PARTS["network"][1] // 2)
+                turns.begin(0.4 * seconds, 20)
                 findings.between = links.between(turns, dtype, at_once=False)
-                turns.begin(seconds / 2, _PARTS["network"][1] // 2)
+                turns.begin(0.4 * seconds, 20)
                 findings.between_at_once = links.between(turns, dtype, at_once=True)
+                turns.begin(0.2 * seconds, 7)
+                findings.beside_between = links.beside_between(turns, dtype)
         elif links.is_simulated(world):
             findings.notes.append(
                 "nodes are parts of one host (ranks_per_node): there is no network to measure"

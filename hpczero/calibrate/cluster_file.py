@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hpczero.calibrate.findings import (
     AttentionTiming,
+    Beside,
     Findings,
     ProductTiming,
     Sending,
@@ -177,6 +178,7 @@ def _node(findings: Findings) -> Iterator[str]:
     if findings.window:
         window = findings.window
         yield f"window_gb_s = {_number(window.rate / _GIGA)}  # {_noise(window.timing)}"
+    yield from _hidden(findings.beside_inside)
     yield from _operations("node", fits, findings.inside)
 
 
@@ -193,7 +195,18 @@ def _network(findings: Findings) -> Iterator[str]:
     yield f"adapter_gb_s = {_number(total / adapters / _GIGA)}  # of all ranks of a node at once"
     yield "reached = 1"
     yield f"latency_us = {_number(latency(fits) / _MICRO)}"
+    yield from _hidden(findings.beside_between)
     yield from _operations("network", fits, findings.between)
+
+
+def _hidden(found: Sequence[Beside]) -> Iterator[str]:
+    """Yield the share of all of the operations' seconds that is hidden."""
+    if not found:
+        return
+    shown, alone = sum(one.shown for one in found), sum(one.alone.median for one in found)
+    shares = (f"{1 - one.shown / one.alone.median:.0%} of {one.operation}" for one in found)
+    hidden = min(1.0, max(0.0, 1 - shown / alone))
+    yield f"hidden = {_number(hidden)}  # behind computing: {', '.join(shares)}"
 
 
 def _files(findings: Findings) -> Iterator[str]:

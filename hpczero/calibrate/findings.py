@@ -73,6 +73,21 @@ class Sending:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """An operation, computing that takes longer, and both begun together."""
+
+    operation: str
+    alone: Timing
+    computing: Timing
+    both: Timing
+
+    @property
+    def shown(self) -> float:
+        """Seconds by which computing takes longer with the operation beside it."""
+        return self.both.median - self.computing.median
+
+
+@dataclass(frozen=True)
 class DiskRates:
     """Bytes a second, and whether the page cache was avoided."""
 
@@ -113,11 +128,13 @@ class Findings:
     attention: dict[str, list[AttentionTiming]] = field(default_factory=dict)
     kernels: Sequence[KernelTiming] = ()
     inside: Sequence[Sending] = ()
+    beside_inside: Sequence[Beside] = ()
     pair_alone: Timing | None = None
     pairs_at_once: Timing | None = None
     window: Moved | None = None
     between: Sequence[Sending] = ()  # one rank of each node
     between_at_once: Sequence[Sending] = ()  # all of them
+    beside_between: Sequence[Beside] = ()
     disk: DiskRates | None = None
     disks_at_once: list[DiskRates] = field(default_factory=list)  # of each node
     seconds: dict[str, float] = field(default_factory=dict)  # that each part took

@@ -8,14 +8,16 @@ no network between them: it is not measured, and said.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import get_args
 
 import torch
 
-from hpczero.calibrate.findings import Moved, Sending, Timing
+from hpczero.calibrate.findings import Beside, Moved, Sending, Timing
 from hpczero.calibrate.turns import Action, Turns
 from hpczero.comm.group import Group
 from hpczero.comm.mpi_backend import shard
+from hpczero.comm.progress import Work
 from hpczero.comm.shared_memory import NodeWindow
 from hpczero.comm.world import World
 from hpczero.errors import InputError
@@ -26,13 +28,22 @@ _SIZES = (1 << 12, 1 << 23, 1 << 17, 1 << 20, 1 << 25, 1 << 15, 1 << 28)  # byte
 _LARGEST_ON_CPU = 1 << 25
 _LARGE = 1 << 22  # bytes, to see how groups hold each other up
 _WINDOW = 32 << 20
+_EXCHANGED = 1 << 20  # bytes of a layer's parameters, beside computing
+_WIDTH = {"cpu": 384, "cuda": 4096}  # of the products meanwhile
+_LONGER = 2  # times as the exchange
+_MOST_PRODUCTS = 10_000
 
 
 def inside(turns: Turns, dtype: torch.dtype) -> list[Sending]:
     """Time the operations of each node's ranks, on all nodes at once. Collective."""
-    world = turns.world
-    group = world.group("node", _neighbours(world)) if _fewest(world) > 1 else None
+    group = _of_node(turns.world)
     return _operations(turns, group, dtype) if group else []
+
+
+def beside_inside(turns: Turns, dtype: torch.dtype) -> list[Beside]:
+    """Time exchanges of each node's ranks beside their computing. Collective."""
+    group = _of_node(turns.world)
+    return _beside(turns, group, dtype) if group else []
 
 
 def pairs(turns: Turns, dtype: torch.dtype) -> tuple[Timing, Timing] | None:
@@ -58,13 +69,13 @@ def between(turns: Turns, dtype: torch.dtype, at_once: bool) -> list[Sending]:
     world = turns.world
     if not has_network(world):
         return []
-    groups = _fewest(world) if at_once else 1
-    group = None
-    if world.local_rank < groups:
-        nodes = range(max(world.node_of_rank) + 1)
-        ranks = [_ranks_of(world, node)[world.local_rank] for node in nodes]
-        group = world.group("nodes", ranks)
-    return _operations(turns, group, dtype)
+    return _operations(turns, _of_nodes(world, _fewest(world) if at_once else 1), dtype)
+
+
+def beside_between(turns: Turns, dtype: torch.dtype) -> list[Beside]:
+    """Time exchanges of ranks on all nodes beside their computing, as many at once. Collective."""
+    world = turns.world
+    return _beside(turns, _of_nodes(world, _fewest(world)), dtype) if has_network(world) else []
 
 
 def has_network(world: World) -> bool:
@@ -134,25 +145,74 @@ def _sent(operation: str, size: int, ranks: int) -> int:
 
 def _action(group: Group, operation: str, size: int, dtype: torch.dtype) -> Action:
     """Return the operation on `size` bytes; a message goes round the group."""
+    if operation != "send":
+        start = _start(group, operation, size, dtype)
+        return lambda: start().wait()
+    leaving = torch.ones(size // dtype.itemsize, dtype=dtype, device=group.device.torch)
+    arriving = torch.empty_like(leaving)
+
+    def pass_on() -> None:
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        sending = group.start_send(leaving, after)
+        group.receive(arriving, before)
+        sending.wait()
+
+    return pass_on
+
+
+def _start(group: Group, operation: str, size: int, dtype: torch.dtype) -> Callable[[], Work]:
+    """Return what starts the collective on `size` bytes."""
     elements = size // dtype.itemsize
     whole = torch.ones(elements, dtype=dtype, device=group.device.torch)
     cut = shard(elements, group.size, group.rank)
     part = torch.ones(cut.stop - cut.start, dtype=dtype, device=group.device.torch)
-
-    def pass_on() -> None:
-        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        sending = group.start_send(whole, after)
-        group.receive(arriving, before)
-        sending.wait()
-
-    arriving = torch.empty_like(whole) if operation == "send" else whole
-    actions: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: group.all_reduce(whole),
-        "reduce_scatter": lambda: group.reduce_scatter(part, whole),
-        "all_gather": lambda: group.all_gather(whole, part),
-        "send": pass_on,
+    starts: dict[str, Callable[[], Work]] = {
+        "all_reduce": lambda: group.start_all_reduce(whole),
+        "reduce_scatter": lambda: group.start_reduce_scatter(part, whole),
+        "all_gather": lambda: group.start_all_gather(whole, part),
     }
-    return actions[operation]
+    return starts[operation]
+
+
+def _beside(turns: Turns, group: Group | None, dtype: torch.dtype) -> list[Beside]:
+    """Time exchanges as an engine has them: a layer computes, then a poll. Collective."""
+    world = turns.world
+    ranks = [rank for rank, has in enumerate(world.all_gather_objects(bool(group))) if has]
+    width = _WIDTH[world.device.kind]
+    matrix = torch.ones(width, width, dtype=dtype, device=world.device.torch)
+    product = torch.empty_like(matrix)
+
+    def compute(times: int, work: Work | None = None) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=product)
+            if work:
+                work.poll()
+        if work:
+            work.wait()
+
+    def measured(operation: str) -> Beside:
+        start = _start(group, operation, _EXCHANGED, dtype) if group else None
+        alone = turns.of(start and (lambda: start().wait()), ranks, together=True)
+        times = max(1, min(_MOST_PRODUCTS, round(_LONGER * alone.median / one)))
+        computing = turns.of(partial(compute, times), ranks, together=True)
+        both = turns.of(start and (lambda: compute(times, start())), ranks, together=True)
+        return Beside(operation, alone, computing, both)
+
+    one = turns.of(partial(compute, 1), ranks).median
+    return [measured(operation) for operation in ("reduce_scatter", "all_gather")]
+
+
+def _of_node(world: World) -> Group | None:
+    """Return the group of this node's ranks, if all nodes have several. Collective."""
+    return world.group("node", _neighbours(world)) if _fewest(world) > 1 else None
+
+
+def _of_nodes(world: World, groups: int) -> Group | None:
+    """Return the group of a rank of each node, if this rank is in one of so many. Collective."""
+    if world.local_rank >= groups:
+        return None
+    nodes = range(max(world.node_of_rank) + 1)
+    return world.group("nodes", [_ranks_of(world, node)[world.local_rank] for node in nodes])
 
 
 def _neighbours(world: World) -> Sequence[int]:

@@ -18,7 +18,8 @@ from hpczero.planner.step_costs import Edge, Seconds
 from hpczero.train import trace_file
 
 _WAITED = 20_000  # ns: a shorter wait tells nothing of a message
-_CAUSES = {"tensor": "tensor", "data": "data", "pipeline": "messages"}  # of waits along an axis
+# of waits along an axis
+_CAUSES = {"tensor": "tensor", "data": "data", "data gathers": "data", "pipeline": "messages"}
 _OF_SPANS = {"optimizer step": "optimizer"}
 
 

@@ -30,6 +30,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Kernel = Literal["norm", "rms_norm", "gelu", "glu", "cross_entropy", "sum", "adamw"]
 OperationName = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 Share = Annotated[float, Field(gt=0, le=1)]
+Hidden = Annotated[float, Field(ge=0, le=1)]
 Size = Annotated[float, Field(ge=0, le=100_000)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Microseconds = Annotated[float, Field(ge=0, le=1e6)]
@@ -97,6 +98,7 @@ class Node(Table):
     link_us: Microseconds = 10.0  # latency of a message
     # between all ranks of a node
     operations: dict[OperationName, Operation] = Field(default_factory=dict)
+    hidden: Hidden | None = None  # of data's exchanges, by computing beside them
     window_gb_s: Rate | None = None  # a rank reads in memory that the node shares, as all do
     nvme_gb: Gigabytes = 0.0  # 0: none
     nvme_gb_s: Rate | None = None
@@ -120,6 +122,7 @@ class Network(Table):
     reached: Share = 0.8
     latency_us: Microseconds
     oversubscription: Annotated[float, Field(ge=1, le=100)] = 1.0  # of the links between switches
+    hidden: Hidden | None = None  # of data's exchanges, by computing beside them
     # between one rank of each node
     operations: dict[OperationName, Operation] = Field(default_factory=dict)
 

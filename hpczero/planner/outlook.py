@@ -106,9 +106,11 @@ def outlook(
 
 
 def hold_against(of: cluster.Cluster, spec: Spec, nodes: Allocation, platform: Platform) -> None:
-    """Refuse a cluster that has not the devices, links and files of the job (InputError)."""
+    """Refuse a cluster that has not the devices, nodes, links and files of the job (InputError)."""
     if of.device.kind != platform.device:
         its, the_job_s = ("GPUs", "CPUs") if of.device.kind == "cuda" else ("CPUs", "GPUs")
         raise InputError(f"it has {its}, and the job computes on {the_job_s}")
+    if 0 < of.nodes < nodes.count:
+        raise InputError(f"it has {of.nodes:,} nodes, and the job takes {nodes.count:,}")
     of.need_links(nodes.most, nodes.count)
     of.need_files(spec.zero.folder)

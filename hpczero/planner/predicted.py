@@ -37,7 +37,10 @@ class Predicted:
         self._of_data: dict[int, tuple[float, float]] = {}
 
     def hidden(self) -> float:
-        return self.software.hidden
+        """Return what was measured where data's ranks lie, or what is usual."""
+        on_nodes = self.work.spreads["data"].nodes
+        measured = (self.cluster.network if on_nodes > 1 else self.cluster.node).hidden
+        return self.software.hidden if measured is None else measured
 
     def like(self, stage: int) -> int:
         return self.work.like[stage]

@@ -32,6 +32,7 @@ def test_every_part_ends_and_gives_a_file(world: World, shared_folder: str) -> N
     assert all(one.product.seconds > 0 for timed in findings.products.values() for one in timed)
     assert {one.kernel for one in findings.kernels}
     assert bool(findings.inside) == (world.size > 1)
+    assert len(findings.beside_inside) == (2 if world.size > 1 else 0)
     assert not findings.between
     assert len(said) == (7 if world.size > 1 else 6)
     assert findings.notes[-1].startswith(("one ", "noisy"))

@@ -7,6 +7,7 @@ import pytest
 from hpczero.calibrate.cluster_file import Origin, text
 from hpczero.calibrate.findings import (
     AttentionTiming,
+    Beside,
     DiskRates,
     Findings,
     KernelTiming,
@@ -141,6 +142,20 @@ def test_a_network_has_as_many_adapters_as_a_rank_alone_leaves_unused() -> None:
     assert network.adapters == 2
     assert network.adapters * network.adapter_gb_s == pytest.approx(6, rel=0.02)
     assert network.latency_us == pytest.approx(10, rel=0.1)
+
+
+def test_what_computing_hides_is_what_it_does_not_take_longer() -> None:
+    sizes = [4096 * 8**power for power in range(5)]
+    sent = [sending("all_gather", size, 1e-5, 3e9) for size in sizes]
+    both = [
+        Beside("reduce_scatter", timing(3), timing(6), timing(8.5)),
+        Beside("all_gather", timing(1), timing(2), timing(2.5)),
+    ]
+    read = cluster(found(inside=sent, between=sent, beside_between=both))
+    assert read.network.hidden == pytest.approx(1 - (2.5 + 0.5) / (3 + 1))
+    assert read.node.hidden is None
+    noise = [Beside("all_gather", timing(1), timing(2), timing(1.9))]
+    assert cluster(found(inside=sent, beside_inside=noise)).node.hidden == 1
 
 
 def test_a_data_sheet_gives_peak_and_bandwidth() -> None:

@@ -162,6 +162,11 @@ def test_links_that_the_file_lacks_predict_nothing(
     problem_is_all(of(spec_of("small.toml"), nodes, CPUS), "small.toml", said)
 
 
+def test_more_nodes_than_there_are_predict_nothing() -> None:
+    found = of(spec_of("juwels-booster"), Allocation(4 * 937, 4))
+    problem_is_all(found, "juwels-booster", "it has 936 nodes, and the job takes 937")
+
+
 def test_one_rank_needs_no_links(tmp_path: Path) -> None:
     found = of(spec_of(str(one_node(tmp_path))), Allocation(1, 1), CPUS)
     assert found.cluster == "small"

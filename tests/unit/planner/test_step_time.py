@@ -139,6 +139,20 @@ def test_less_computing_is_never_slower(data: float, bus: float) -> None:
     assert taken == sorted(taken)
 
 
+@pytest.mark.parametrize("where", ["network", "node"])
+def test_what_is_measured_to_be_hidden_counts_where_data_ranks_lie(where: str) -> None:
+    nodes = TWO_NODES if where == "network" else Allocation(8, 8)
+    other = {"network": "node", "node": "network"}[where]
+    spec = spec_of(zero=Zero(stage=2))
+
+    def data(*hidden: tuple[str, float]) -> float:
+        changes = {f"{table}.hidden": share for table, share in hidden}
+        return time_of(spec, nodes, changed(DGX, changes)).causes["data"]
+
+    assert data((where, 1.0)) < data() < data((where, 0.0))
+    assert data((where, 0.7)) == data() == data((other, 0.0))
+
+
 @given(jobs())
 @settings(max_examples=40, deadline=None)
 def test_less_to_do_is_never_slower(job: tuple[Spec, Allocation, Cluster]) -> None:
