@@ -8,6 +8,7 @@ How each number follows from what was measured:
   its part of the node's, whichever is less.
 - `link_gb_s` is the rate of the fastest operation, `link_reached` what all come to, by their mean
   time; the latency is the median of theirs, of the two parts of an all_reduce each for itself.
+- `hidden` is 1 less what computing takes longer beside exchanges, by these alone.
 - Of several nodes one rank each says how many adapters all of them together are worth.
 """
 

@@ -1,6 +1,7 @@
 """The pieces of a step, predicted for a cluster (pure)."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.links import Links
@@ -43,7 +44,21 @@ class Predicted:
         return self.software.hidden if measured is None else measured
 
     def like(self, stage: int) -> int:
-        return self.work.like[stage]
+        return self._like[stage]
+
+    @cached_property
+    def _like(self) -> list[int]:
+        """The first stage of those that are alike, and of whose neighbours as many are near."""
+        like, tables = self.work.like, (self.cluster.network, self.cluster.node)
+        if all(table.hidden is None for table in tables):
+            return like
+        first: dict[object, int] = {}
+        near = [
+            (self._is_between(stage - 1), self._is_between(stage)) for stage in self.work.stages
+        ]
+        return [
+            first.setdefault(key, stage) for stage, key in enumerate(zip(like, near, strict=True))
+        ]
 
     # ------------------------------------------------------------------------ a micro-batch
 
@@ -65,6 +80,7 @@ class Predicted:
             "memory": memory,
             "launch": max(0.0, host - device) if self.rates.is_gpu else host,
             "tensor": self._tensor_sum(stage)[backward] * self.work.sums(part)[backward],
+            "messages": self._work_on_messages(stage, chunk),
         }
 
     def _time(self, alike: Alike) -> tuple[PassTime, PassTime]:
@@ -113,12 +129,32 @@ class Predicted:
         return (device.bus_gb_s or device.bandwidth_gb_s) * _GIGA
 
     def transfer(self, part: int) -> float:
-        node = self.work.node_of_stage
-        here, there = part % len(node), (part + 1) % len(node)
-        between = node[here] != node[there]
+        between = self._is_between(part)
         if between not in self._messages:
             self._messages[between] = self._message(between)
         return self._messages[between]
+
+    def _is_between(self, part: int) -> bool:
+        """Return True if a part and the next one are on different nodes."""
+        node = self.work.node_of_stage
+        return node[part % len(node)] != node[(part + 1) % len(node)]
+
+    def _work_on_messages(self, stage: int, chunk: int) -> float:
+        """Return the seconds of an action in which its rank works on messages, where measured.
+
+        What computing does not hide of an exchange is work on both directions; of each message a
+        rank has one.
+        """
+        stages = len(self.work.parts)
+        part = chunk * stages + stage
+        last = stages * len(self.work.parts[0]) - 1
+        seconds = 0.0
+        for link in (part - 1, part):
+            if stages > 1 and 0 <= link < last:
+                table = self.cluster.network if self._is_between(link) else self.cluster.node
+                if table.hidden is not None:
+                    seconds += (1 - table.hidden) / 2 * self.transfer(link)
+        return seconds
 
     def _message(self, between: bool) -> float:
         work = self.work

@@ -15,6 +15,7 @@ from hpczero.planner.search import Machine
 from hpczero.planner.step_time import StepTimes, predict
 from hpczero.spec.schema import Spec
 from tests.support.exact_time import exact_seconds
+from tests.support.fitting import changed
 from tests.support.plans import on_nodes, space
 
 GPUS = ("dgx-h100", "juwels-booster", "lumi-mi250x")
@@ -26,6 +27,8 @@ def test_random_jobs_take_the_time_of_all_their_actions(count: int) -> None:
     for _ in range(count):
         spec, nodes, platform, _ = on_nodes(choice)
         cluster = find(choice.choice(GPUS) if platform.on_gpus else "epyc-7763").cluster
+        if choice.random() < 0.5:
+            cluster = changed(cluster, {"network.hidden": 0.2, "node.hidden": 0.6})
         model = layers(spec.model)
         times = StepTimes(model, cluster, platform)
         seconds = times.of(spec, nodes).seconds
