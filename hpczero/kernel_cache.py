@@ -166,7 +166,7 @@ def _own_folder(key: str) -> Path | None:
 def _key() -> str:
     """Return the name of the machine code: a digest of what it depends on."""
     binding = importlib.import_module("llvmlite.binding")
-    sources = importlib.import_module("hpczero_kernels.cpu")
+    sources = importlib.import_module("hpczero_kernels.sources")
     packages = [name for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
     facts = [
         sys.version,

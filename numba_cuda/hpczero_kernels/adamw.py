@@ -36,12 +36,12 @@ from hpczero_kernels.cpu import (
     from_bf16,
     inner,
     load,
-    named_by_sources,
     pointer,
     store,
     to_bf16,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
+from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache over a dozen operations
 

@@ -17,10 +17,8 @@ place of the other.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import torch
 from numba import float32, njit, types, uint16, uint32, uint64
@@ -290,28 +288,3 @@ def pool_of_torch() -> Pool:
 @cache
 def _pool(threads: int) -> Pool:
     return Pool(threads)
-
-
-# Names under which numba caches compiled kernels. They have a hash of this package's sources:
-# numba itself looks only at the file that a kernel is in, not at functions of other files.
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@cache
-def sources_hash() -> str:
-    """Return the hash of this package's sources."""
-    return hash_of(Path(__file__).parent)
-
-
-def hash_of(folder: Path) -> str:
-    facts = blake2b(digest_size=8)
-    for source in sorted(folder.rglob("*.py")):
-        facts.update(source.read_bytes())
-    return facts.hexdigest()
-
-
-def named_by_sources(function: Function) -> Function:
-    """Add the hash of the sources to a kernel's name; applied before numba's caching decorator."""
-    if not function.__qualname__.endswith(sources_hash()):
-        function.__qualname__ += f"_{sources_hash()}"
-    return function

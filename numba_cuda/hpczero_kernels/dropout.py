@@ -18,7 +18,6 @@ from numba import njit, uint32, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpczero_kernels.cpu import named_by_sources
 from hpczero_kernels.dispatch import (
     CUDA,
     NUMBA,
@@ -31,6 +30,7 @@ from hpczero_kernels.dispatch import (
     upcast_half,
 )
 from hpczero_kernels.random import block_of_words, words_at
+from hpczero_kernels.sources import named_by_sources
 
 
 @dataclass(frozen=True)

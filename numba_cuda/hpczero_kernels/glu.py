@@ -22,13 +22,13 @@ from hpczero_kernels.cpu import (
     address_of,
     inner,
     load,
-    named_by_sources,
     pool_of_torch,
     store,
 )
 from hpczero_kernels.cpu_functions import gelu_by_erf, gelu_by_tanh, silu
 from hpczero_kernels.dispatch import TORCH, choose, empty_contiguous, operator, upcast_half
 from hpczero_kernels.elementwise import gelu_reference, gelu_slope
+from hpczero_kernels.sources import named_by_sources
 
 SILU, GELU, GELU_EXACT = 0, 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_exact": GELU_EXACT}

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numba import float32, int32, int64, njit, uint32, uint64
 
-from hpczero_kernels.cpu import INLINE, Pool, bits_as, inner, named_by_sources
+from hpczero_kernels.cpu import INLINE, Pool, bits_as, inner
+from hpczero_kernels.sources import named_by_sources
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

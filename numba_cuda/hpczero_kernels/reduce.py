@@ -22,11 +22,11 @@ from hpczero_kernels.cpu import (
     inner,
     load,
     load_sum,
-    named_by_sources,
     pointer,
     store_and_square,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
+from hpczero_kernels.sources import named_by_sources
 
 
 def sum_pieces_reference(

@@ -18,11 +18,11 @@ from hpczero_kernels.cpu import (
     address_of,
     inner,
     load,
-    named_by_sources,
     pointer,
     pool_of_torch,
     store,
 )
+from hpczero_kernels.sources import named_by_sources
 
 _GROUP = 64  # rows whose gradients of the weight are added up one after the other
 # The compiler chooses the order of a sum, the same in all calls, so that it can vectorise it.

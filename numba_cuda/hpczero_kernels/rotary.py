@@ -24,12 +24,12 @@ from hpczero_kernels.cpu import (
     address_of,
     inner,
     load,
-    named_by_sources,
     pointer,
     pool_of_torch,
     store,
 )
 from hpczero_kernels.dispatch import TORCH, choose, empty_contiguous, operator, upcast_half
+from hpczero_kernels.sources import named_by_sources
 
 
 def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:

@@ -17,12 +17,12 @@ from hpczero_kernels.cpu import (
     STRETCH,
     address_of,
     load,
-    named_by_sources,
     pool_of_torch,
     store,
 )
 from hpczero_kernels.cpu_functions import tanh
 from hpczero_kernels.dispatch import TORCH, choose, empty_contiguous, operator, upcast_half
+from hpczero_kernels.sources import named_by_sources
 
 
 def forward_reference(x: Tensor, cap: float) -> Tensor:

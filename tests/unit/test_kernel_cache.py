@@ -13,7 +13,7 @@ import pytest
 
 from hpczero import kernel_cache
 from hpczero.errors import InputError
-from hpczero_kernels import cpu
+from hpczero_kernels import sources
 
 pytest.importorskip("llvmlite")
 ONE = """
@@ -92,13 +92,30 @@ def test_the_key_and_the_kernels_names_follow_the_sources(
     found = []
     for text in ("one", "one", "two"):
         source.write_text(text)
-        monkeypatch.setattr(cpu, "sources_hash", lambda: cpu.hash_of(tmp_path))
+        monkeypatch.setattr(sources, "sources_hash", lambda: sources.hash_of(tmp_path))
 
         def kernel() -> None: ...
 
-        found.append((kernel_cache._key(), cpu.named_by_sources(kernel).__qualname__))
+        found.append((kernel_cache._key(), sources.named_by_sources(kernel).__qualname__))
     assert found[0] == found[1]
     assert all(first != last for first, last in zip(found[1], found[2], strict=True))
+
+
+WHERE = """
+import os, sys
+from hpczero import kernel_cache
+module = kernel_cache.load("hpczero_kernels.random")
+folder = os.environ["NUMBA_CACHE_DIR"]
+assert "hpczero-" in folder
+for kernel in (module.block_of_words, module._fill_words, module._fill_normal):
+    assert kernel._cache.cache_path.startswith(folder), kernel._cache.cache_path
+"""
+
+
+def test_kernels_are_kept_on_the_computer_and_not_beside_their_sources() -> None:
+    """The first one, too: numba asks for its folder when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", WHERE], check=True, timeout=120, env=environment)
 
 
 def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
@@ -120,7 +137,7 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     wanted = {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"}
     wanted |= {"_glu_forward", "_glu_backward", "_turn_rows", "_rms_forward", "_rms_backward"}
     assert wanted | {"_cap_forward", "_cap_backward"} == set(kept)
-    assert all(cpu.sources_hash() in base for base in kept.values()), kept
+    assert all(sources.sources_hash() in base for base in kept.values()), kept
 
 
 def test_kernels_for_gpus_are_kept_as_well(

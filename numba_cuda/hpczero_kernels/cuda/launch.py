@@ -18,9 +18,9 @@ import torch
 from numba import types
 
 import hpczero_kernels.cuda
-from hpczero_kernels.cpu import named_by_sources
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.dispatch import SIMULATED
+from hpczero_kernels.sources import named_by_sources
 
 if not SIMULATED:
     from cuda.core import LaunchConfig, Stream, launch
