@@ -31,23 +31,6 @@ _USERS = "hpczero.train.run"  # imports all kernels that training needs on CPUs
 
 def load(module: str) -> ModuleType:
     """Import a module that needs kernels."""
-    with _nothing_collected():
-        return _load(module)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Import without the collector of garbage: a fifth of the time, and none of it is garbage."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _load(module: str) -> ModuleType:
     if "numba" not in sys.modules and find_spec("llvmlite"):
         given = env.numba_cache()
         key = _key()
@@ -56,7 +39,20 @@ def _load(module: str) -> ModuleType:
         kept = None if given or folder == in_cache else in_cache
         env.use_numba_cache(folder)
         once_per_computer(folder, f"complete-{key}", lambda: _fill(folder, kept))
-    return importlib.import_module(module)
+    with _nothing_collected():
+        return importlib.import_module(module)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Leave out the collector of garbage, of which imports make none: a fifth of their time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def load_gpu_kernels(capability: tuple[int, int]) -> None:

@@ -20,6 +20,7 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import known, layers
 from hpczero.planner import fit
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.cluster import find
 from hpczero.planner.outlook import Outlook, outlook
 from hpczero.planner.platform import as_run
 from hpczero.planner.volumes import resolved
@@ -274,7 +275,12 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
 
 
 def _outlook(spec: Spec, job: BatchJob) -> Outlook | None:
-    """Return the predicted time of the job, where its program is hpczero's own."""
+    """Return the predicted time of the job, where its program is hpczero's own.
+
+    InputError if there is no cluster as the spec names one.
+    """
+    if spec.batch.cluster:
+        find(spec.batch.cluster)
     if spec.batch.command:
         return None
     platform = sites.platform(spec, hardware(job.batch, job.partition).gpus)

@@ -26,11 +26,12 @@ _PARTS = {
     "attention": (0.1, 10),
     "kernels": (0.14, 7),
     "launch": (0.02, 1),
-    "links": (0.12, 29),
-    "network": (0.1, 47),
+    "links": (0.12, 31),
+    "network": (0.1, 20),
     "disk": (0.1, 2),
 }
 
+_BESIDE = 9  # measurements of exchanges beside computing
 _NOISY = 0.15  # of a product's time
 
 Report = Callable[[str], None]
@@ -134,11 +135,12 @@ class Calibration:
             findings.notes.append("a node has one rank: links in a node are not measured")
         if links.has_network(world):
             with self._part("network") as seconds:
-                turns.begin(0.4 * seconds, 20)
+                each = seconds / 3
+                turns.begin(each, _PARTS["network"][1])
                 findings.between = links.between(turns, dtype, at_once=False)
-                turns.begin(0.4 * seconds, 20)
+                turns.begin(each, _PARTS["network"][1])
                 findings.between_at_once = links.between(turns, dtype, at_once=True)
-                turns.begin(0.2 * seconds, 7)
+                turns.begin(each, _BESIDE)
                 findings.beside_between = links.beside_between(turns, dtype)
         elif links.is_simulated(world):
             findings.notes.append(

@@ -202,12 +202,16 @@ def _network(findings: Findings) -> Iterator[str]:
 
 def _hidden(found: Sequence[Beside]) -> Iterator[str]:
     """Yield the share of all of the operations' seconds that is hidden."""
-    if not found:
+    certain = [one for one in found if one.noise < 1]
+    if found and not certain:
+        yield "# hidden: too noisy, quartiles lie further apart than an exchange is long"
+    if not certain:
         return
-    shown, alone = sum(one.shown for one in found), sum(one.alone.median for one in found)
-    shares = (f"{1 - one.shown / one.alone.median:.0%} of {one.operation}" for one in found)
+    shown, alone = sum(one.shown for one in certain), sum(one.alone.median for one in certain)
     hidden = min(1.0, max(0.0, 1 - shown / alone))
-    yield f"hidden = {_number(hidden)}  # behind computing: {', '.join(shares)}"
+    shares = (f"{1 - one.shown / one.alone.median:.0%} of {one.operation}" for one in certain)
+    noise = max((one.both for one in certain), key=lambda both: both.spread)
+    yield f"hidden = {_number(hidden)}  # {', '.join(shares)}; {_noise(noise)}"
 
 
 def _files(findings: Findings) -> Iterator[str]:

@@ -86,6 +86,12 @@ class Beside:
         """Seconds by which computing takes longer with the operation beside it."""
         return self.both.median - self.computing.median
 
+    @property
+    def noise(self) -> float:
+        """How far apart the quartiles of both lie, by the operation's time."""
+        apart = (one.high - one.low for one in (self.computing, self.both))
+        return sum(apart) / self.alone.median
+
 
 @dataclass(frozen=True)
 class DiskRates:

@@ -108,6 +108,7 @@ def _links(tree: dict[str, Any], traced: Sequence[TracedRun]) -> None:
             "link_us": latency(inside) / _MICRO,
             "operations": _operations(inside),
         }
+        tree["node"].pop("hidden", None)  # it was measured at another rate
     network = tree.get("network", {})
     between = _fits([_by_adapter(run, network.get("adapters", 1)) for run in traced])
     if between:
@@ -118,6 +119,7 @@ def _links(tree: dict[str, Any], traced: Sequence[TracedRun]) -> None:
         }
         alone = [run.between for run in traced if run.ranks_on_node == 1]
         network["operations"] = _operations(_fits(alone))  # of one rank of each node
+        network.pop("hidden", None)  # it was measured at another rate
         tree["network"] = network
 
 

@@ -28,10 +28,10 @@ _SIZES = (1 << 12, 1 << 23, 1 << 17, 1 << 20, 1 << 25, 1 << 15, 1 << 28)  # byte
 _LARGEST_ON_CPU = 1 << 25
 _LARGE = 1 << 22  # bytes, to see how groups hold each other up
 _WINDOW = 32 << 20
-_EXCHANGED = 1 << 20  # bytes of a layer's parameters, beside computing
-_WIDTH = {"cpu": 384, "cuda": 4096}  # of the products meanwhile
-_LONGER = 2  # times as the exchange
-_MOST_PRODUCTS = 10_000
+_EXCHANGED = 1 << 20  # bytes, beside computing, or more
+_WIDTH = {"cpu": 384, "cuda": 2048}  # of the products meanwhile
+_FEWEST_PRODUCTS = 8  # that take as long as an exchange
+_LONGER = 2  # times as an exchange
 
 
 def inside(turns: Turns, dtype: torch.dtype) -> list[Sending]:
@@ -146,8 +146,7 @@ def _sent(operation: str, size: int, ranks: int) -> int:
 def _action(group: Group, operation: str, size: int, dtype: torch.dtype) -> Action:
     """Return the operation on `size` bytes; a message goes round the group."""
     if operation != "send":
-        start = _start(group, operation, size, dtype)
-        return lambda: start().wait()
+        return partial(_waited_for, _start(group, operation, size, dtype))
     leaving = torch.ones(size // dtype.itemsize, dtype=dtype, device=group.device.torch)
     arriving = torch.empty_like(leaving)
 
@@ -175,7 +174,10 @@ def _start(group: Group, operation: str, size: int, dtype: torch.dtype) -> Calla
 
 
 def _beside(turns: Turns, group: Group | None, dtype: torch.dtype) -> list[Beside]:
-    """Time exchanges as an engine has them: a layer computes, then a poll. Collective."""
+    """Time exchanges as an engine has them: a layer computes, then a poll. Collective.
+
+    None where the largest exchange is shorter than a few products.
+    """
     world = turns.world
     ranks = [rank for rank, has in enumerate(world.all_gather_objects(bool(group))) if has]
     width = _WIDTH[world.device.kind]
@@ -190,16 +192,46 @@ def _beside(turns: Turns, group: Group | None, dtype: torch.dtype) -> list[Besid
         if work:
             work.wait()
 
-    def measured(operation: str) -> Beside:
-        start = _start(group, operation, _EXCHANGED, dtype) if group else None
-        alone = turns.of(start and (lambda: start().wait()), ranks, together=True)
-        times = max(1, min(_MOST_PRODUCTS, round(_LONGER * alone.median / one)))
-        computing = turns.of(partial(compute, times), ranks, together=True)
-        both = turns.of(start and (lambda: compute(times, start())), ranks, together=True)
-        return Beside(operation, alone, computing, both)
-
     one = turns.of(partial(compute, 1), ranks).median
-    return [measured(operation) for operation in ("reduce_scatter", "all_gather")]
+    found: list[Beside] = []
+    for operation in ("reduce_scatter", "all_gather"):
+        if found and turns.is_over():
+            break
+        start, alone = _long_enough(turns, group, ranks, operation, dtype, _FEWEST_PRODUCTS * one)
+        times = round(_LONGER * alone.median / one)
+        if times < _FEWEST_PRODUCTS:
+            break
+        computing = turns.of(partial(compute, times), ranks, together=True)
+        action = partial(_begun, start, partial(compute, times)) if start else None
+        both = turns.of(action, ranks, together=True, own_threads=True)
+        found.append(Beside(operation, alone, computing, both))
+    return found
+
+
+def _begun(start: Callable[[], Work], compute: Callable[[Work], None]) -> None:
+    compute(start())
+
+
+def _waited_for(start: Callable[[], Work]) -> None:
+    start().wait()
+
+
+def _long_enough(
+    turns: Turns,
+    group: Group | None,
+    ranks: Sequence[int],
+    operation: str,
+    dtype: torch.dtype,
+    seconds: float,
+) -> tuple[Callable[[], Work] | None, Timing]:
+    """Return what starts an exchange of so many seconds or more, and its time. Collective."""
+    size = _EXCHANGED
+    while True:
+        start = _start(group, operation, size, dtype) if group else None
+        alone = turns.of(partial(_waited_for, start) if start else None, ranks, together=True)
+        if alone.median >= seconds or size >= _LARGEST_ON_CPU:
+            return start, alone
+        size *= 2
 
 
 def _of_node(world: World) -> Group | None:

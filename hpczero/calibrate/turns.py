@@ -60,12 +60,14 @@ class Turns:
         ranks: Sequence[int] = (),
         together: bool = False,
         by_host: bool = False,
+        own_threads: bool = False,
     ) -> Timing:
         """Return the time of an action on these ranks (none given: all). Collective.
 
         The others wait, and need no action. A turn counts as long as the median of its ranks
         takes; where they act `together`, as the slowest does. `by_host`: until a device has been
-        asked, not until it is done.
+        asked, not until it is done. `own_threads`: a thread of the rank's own takes its core, which
+        disturbs no turn.
         """
         mine = action if not ranks or self.world.rank in ranks else None
         on_host = by_host or not self.world.device.has_queues
@@ -81,7 +83,7 @@ class Turns:
             self.world.everyone.barrier()
             before = before if together else self._waited()
             seconds = run(mine, repeats)
-            found.append((seconds, self._waited() - before))
+            found.append((seconds, 0.0 if own_threads else self._waited() - before))
         everyones = self.world.all_gather_objects(found if mine else None)
         by_turn = list(zip(*(of_rank for of_rank in everyones if of_rank), strict=True))
         seconds_of_turns = of_turns(by_turn, together)

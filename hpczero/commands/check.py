@@ -127,13 +127,13 @@ class Layout:
 
 def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
     """Return the layout over --ranks; None without this option."""
+    if spec.batch.cluster:
+        from hpczero.planner.cluster import find
+
+        find(spec.batch.cluster)  # InputError if there is none
     if ranks is None:
         if per_node is not None:
             raise InputError(f"--ranks-per-node {per_node} needs --ranks, the number of all ranks")
-        if spec.batch.cluster:
-            from hpczero.planner.cluster import find
-
-            find(spec.batch.cluster)  # InputError if there is none
         return None
     from hpczero.planner.platform import as_run
 

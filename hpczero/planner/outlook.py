@@ -97,7 +97,11 @@ def outlook(
     gpus = spec.batch.gpus_per_node or named.cluster.node.devices
     if platform.device == "cuda" and nodes.most > gpus:
         named = replace(named, cluster=named.cluster.with_devices(gpus))
+    there_are = named.cluster.nodes
     try:
+        if 0 < there_are < nodes.count:
+            is_there = format_count(there_are, "node")
+            raise InputError(f"it has {is_there}, and the job takes {nodes.count:,}")
         hold_against(named.cluster, spec, nodes, platform)
         time = predict(spec, layers, nodes, named.cluster, platform)
     except InputError as error:
@@ -106,11 +110,9 @@ def outlook(
 
 
 def hold_against(of: cluster.Cluster, spec: Spec, nodes: Allocation, platform: Platform) -> None:
-    """Refuse a cluster that has not the devices, nodes, links and files of the job (InputError)."""
+    """Refuse a cluster that has not the devices, links and files of the job (InputError)."""
     if of.device.kind != platform.device:
         its, the_job_s = ("GPUs", "CPUs") if of.device.kind == "cuda" else ("CPUs", "GPUs")
         raise InputError(f"it has {its}, and the job computes on {the_job_s}")
-    if 0 < of.nodes < nodes.count:
-        raise InputError(f"it has {of.nodes:,} nodes, and the job takes {nodes.count:,}")
     of.need_links(nodes.most, nodes.count)
     of.need_files(spec.zero.folder)

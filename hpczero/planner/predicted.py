@@ -16,6 +16,7 @@ from hpczero.planner.step_work import Repeated, StepWork
 from hpczero.planner.work import Alike
 
 _GIGA, _MILLI, _MICRO = 1e9, 1e-3, 1e-6
+_USUALLY_HIDDEN = 0.7  # a guess
 _GATHERS_ONCE_MORE = 1.5  # a backward's sum by a forward's, with sequence parallelism
 
 
@@ -38,10 +39,13 @@ class Predicted:
         self._of_data: dict[int, tuple[float, float]] = {}
 
     def hidden(self) -> float:
-        """Return what was measured where data's ranks lie, or what is usual."""
+        """Return what the software is known for, what was measured where data's ranks lie, or what
+        is usual.
+        """
         on_nodes = self.work.spreads["data"].nodes
         measured = (self.cluster.network if on_nodes > 1 else self.cluster.node).hidden
-        return self.software.hidden if measured is None else measured
+        known = (self.software.hidden, measured, _USUALLY_HIDDEN)
+        return next(share for share in known if share is not None)
 
     def like(self, stage: int) -> int:
         return self._like[stage]
@@ -50,7 +54,7 @@ class Predicted:
     def _like(self) -> list[int]:
         """The first stage of those that are alike, and of whose neighbours as many are near."""
         like, tables = self.work.like, (self.cluster.network, self.cluster.node)
-        if all(table.hidden is None for table in tables):
+        if self.rates.is_gpu or all(table.hidden is None for table in tables):
             return like
         first: dict[object, int] = {}
         near = [
@@ -143,8 +147,10 @@ class Predicted:
         """Return the seconds of an action in which its rank works on messages, where measured.
 
         What computing does not hide of an exchange is work on both directions; of each message a
-        rank has one.
+        rank has one. On GPUs it is the host's, and the device goes on.
         """
+        if self.rates.is_gpu:
+            return 0.0
         stages = len(self.work.parts)
         part = chunk * stages + stage
         last = stages * len(self.work.parts[0]) - 1

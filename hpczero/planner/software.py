@@ -20,9 +20,9 @@ class Software:
     `core_forward`, `core_backward`: rates of its kernel of attention, by those of the cluster's.
     `rings`: collectives that go round a ring through all nodes, so that bytes cross between two
     nodes once; the others go straight from each rank to each other.
-    `hidden`: share of the data axis's time that computing hides where it can; both want the same
-    device. `hides_weights`: new weights are gathered, and states elsewhere stepped, while the next
-    forward begins. `hides_reduction`: gradients are summed while backward goes on.
+    `hidden`: share of the data axis's time that computing hides where it can, as both want the same
+    device; None: the cluster's. `hides_weights`: new weights are gathered, and states elsewhere
+    stepped, while the next forward begins. `hides_reduction`: gradients are summed while backward goes on.
     `divides_messages`: tensor ranks each send a part of what goes to the next stage.
     `accumulates_apart`: micro-batches' gradients are added by operations of their own, not by the
     products. `step_ms`: what a step takes besides what a cluster's hosts take.
@@ -33,7 +33,7 @@ class Software:
     core_forward: float = 1.0
     core_backward: float = 1.0
     rings: frozenset[str] = frozenset()
-    hidden: float = 0.7
+    hidden: float | None = None
     hides_weights: bool = True
     hides_reduction: bool = True
     divides_messages: bool = False

@@ -244,7 +244,7 @@ class StepWork:
         data, zero = self.spreads["data"], self.sharded
         if data.ranks == 1:
             return DataTraffic(_NONE, _NONE)
-        stage = self._least.get(stage, stage)
+        stage = self._least.get(self.like[stage], stage)
         passes = self.batch.micro_batches if zero.gradients else 1
         scheduled = self.spec.parallel.schedule if zero.parameters else ""
         key = self.cut, scheduled, stage, self.layout.tensor, data.on_nodes, zero, passes

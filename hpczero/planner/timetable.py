@@ -56,7 +56,7 @@ def course_of(
     return replace(course, ends=ends)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def _rows(kind: str, stages: int, chunks: int, micro_batches: int) -> list[_Row]:
     """Return the actions, each after all that it waits for.
 

@@ -2,10 +2,12 @@
 write.
 """
 
+import gc
 import importlib
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +118,13 @@ def test_kernels_are_kept_on_the_computer_and_not_beside_their_sources() -> None
     """The first one, too: numba asks for its folder when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     subprocess.run([sys.executable, "-c", WHERE], check=True, timeout=120, env=environment)
+
+
+def test_the_collector_of_garbage_works_again_after_an_import() -> None:
+    for name in ("hpczero_kernels.random", "hpczero_kernels.missing"):
+        with suppress(ImportError):
+            kernel_cache.load(name)
+        assert gc.isenabled()
 
 
 def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:

@@ -32,7 +32,7 @@ def test_every_part_ends_and_gives_a_file(world: World, shared_folder: str) -> N
     assert all(one.product.seconds > 0 for timed in findings.products.values() for one in timed)
     assert {one.kernel for one in findings.kernels}
     assert bool(findings.inside) == (world.size > 1)
-    assert len(findings.beside_inside) == (2 if world.size > 1 else 0)
+    assert bool(findings.beside_inside) == (world.size > 1)
     assert not findings.between
     assert len(said) == (7 if world.size > 1 else 6)
     assert findings.notes[-1].startswith(("one ", "noisy"))
@@ -57,8 +57,24 @@ def test_nodes_of_one_host_have_no_network(world: World) -> None:
     turns = Turns(part)
     turns.begin(0.1, 1)
     assert not links.inside(turns, links.torch.float32)
+    assert not links.beside_inside(turns, links.torch.float32)
+    assert not links.beside_between(turns, links.torch.float32)
     assert not links.between(turns, links.torch.float32, at_once=True)
     part.close()
+
+
+@pytest.mark.usual(3)
+def test_ranks_without_a_group_wait_for_those_that_exchange_beside_computing(world: World) -> None:
+    if world.size < 2:
+        return
+    group = world.group("pair", range(2)) if world.rank < 2 else None
+    turns = Turns(world)
+    turns.begin(0.1, 1)
+    found = links._beside(turns, group, links.torch.float32)
+    assert [one.operation for one in found][:1] == ["reduce_scatter"]
+    medians = [[one.alone.median, one.both.median] for one in found]
+    assert world.all_gather_objects(medians) == [medians] * world.size
+    assert all(one.both.median > one.alone.median for one in found)
 
 
 def test_operations_move_what_they_say(world: World) -> None:

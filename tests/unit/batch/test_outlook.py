@@ -117,6 +117,7 @@ def test_why_nothing_is_predicted_is_said(
     ("settings", "said"),
     [
         (["batch.cluster=summit"], 'there is no cluster "summit"'),
+        (["batch.cluster=summit", 'batch.command=["./mine"]'], 'there is no cluster "summit"'),
         (["batch.cluster=small.toml", "batch.nodes=1", "model.hidden=4096"], "8.0 GB"),
     ],
 )

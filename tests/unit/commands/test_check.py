@@ -100,11 +100,11 @@ def test_why_nothing_is_predicted_is_a_note(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("ranks", [RANKS, ()])
+@pytest.mark.parametrize("more", [RANKS, (), (*RANKS, "--set", "model.family=mine:make")])
 def test_an_unknown_cluster_is_refused(
-    ranks: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check(*ranks, "--set", "batch.cluster=summit") == 2
+    assert check(*more, "--set", "batch.cluster=summit") == 2
     out, err = capsys.readouterr()
     assert (out, err.count("hpczero: ")) == ("", 1)
     assert 'there is no cluster "summit"' in err

@@ -61,6 +61,8 @@ def walked(of: Space, count: int, choice: random.Random) -> Iterator[Spec]:
 def test_what_layouts_share_changes_the_time_of_none(nodes: Allocation, count: int) -> None:
     of, machine = space(nodes)
     model = layers(of.spec.model)
+    hidden = {"network.hidden": 0.2, "node.hidden": 0.6}
+    machine = Machine(changed(machine.cluster, hidden), machine.platform)
     cluster, platform = machine.cluster, machine.platform
     times = StepTimes(model, cluster, platform)
     for spec in walked(of, count, random.Random(2)):
@@ -75,12 +77,16 @@ def test_what_layouts_share_changes_the_time_of_none(nodes: Allocation, count: i
         assert computing <= at_least * (1 + 1e-9) <= 1.01 * time.seconds, spec
 
 
-def test_the_bound_of_chunks_at_stage_3_gathers_no_more_than_any_stage() -> None:
+@pytest.mark.parametrize("hidden", [None, 0.2])
+def test_the_bound_of_chunks_at_stage_3_gathers_no_more_than_any_stage(
+    hidden: float | None,
+) -> None:
     """Stages with the same layers gather differently often there: the time is that of each."""
     nodes = Allocation.of_nodes(3, 4)
     pinned = {"parallel__pipeline": 4, "parallel__chunks": 2, "zero__stage": 3}
     of, machine = space(nodes, **pinned, memory__offload_activations="cpu")
-    times = StepTimes(layers(of.spec.model), machine.cluster, machine.platform)
+    cluster = changed(machine.cluster, {"network.hidden": hidden, "node.hidden": hidden})
+    times = StepTimes(layers(of.spec.model), cluster, machine.platform)
     checked = 0
     for parallel, size in product(of.parallels, (1, 3)):
         for states in of.states(parallel):

@@ -51,3 +51,15 @@ def test_long_ones_are_carried_on(kind: str, chunks: int, monkeypatch: pytest.Mo
     exact = max(course_of(kind, stages, chunks, count, of).ends)
     monkeypatch.setattr(timetable, "_EXACT", 0)
     assert max(course_of(kind, stages, chunks, count, of).ends) == pytest.approx(exact, rel=0.01)
+
+
+def test_a_stage_that_is_slower_by_a_little_shows_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The middle of the schedule repeats itself, but only once the slowest has caught up."""
+    of = Durations(
+        [1.66, *[1.73] * 8, 1.60],
+        [1.71, *[1.855] * 8, 1.78],
+        [0.00045, 0.00045, 0.00045, 0.016, 0.016, 0.00045, 0.00045, 0.00045, 0.016],
+    )
+    exact = max(course_of("interleaved", 5, 2, 384, of).ends)
+    monkeypatch.setattr(timetable, "_EXACT", 0)
+    assert max(course_of("interleaved", 5, 2, 384, of).ends) == pytest.approx(exact, rel=1e-4)
