@@ -10,7 +10,7 @@ fits, is timed by its schedule.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from math import inf
 from operator import itemgetter
 
@@ -100,7 +100,7 @@ class Search:
         self._times = StepTimes(layers, machine.cluster, machine.platform)
         self._rows = rows
         self._found = Found(space.nodes)
-        self._fastest: dict[object, float] = {}  # of a grid and a size, what fits
+        self._fastest: dict[tuple[object, int], float] = {}  # of a grid and a size, what fits
 
     def judge(self, spec: Spec) -> Planned:
         """Return what a layout needs and how long it takes, whether it fits or not."""
@@ -153,8 +153,12 @@ class Search:
 
     @property
     def _limit(self) -> float:
-        """The time of the last row of a table, of those that fit so far."""
-        ranked = sorted(self._fastest.values())
+        """The time of the last row of a table, of those that fit so far, a few of each grid."""
+        of_grid: dict[object, list[float]] = {}
+        for (grid, _), seconds in self._fastest.items():
+            of_grid.setdefault(grid, []).append(seconds)
+        few = chain.from_iterable(sorted(each)[:_OF_A_GRID] for each in of_grid.values())
+        ranked = sorted(few)
         if not ranked:
             return inf
         last = ranked[self._rows - 1] if len(ranked) >= self._rows else inf
@@ -191,8 +195,8 @@ class _Ladder:
             self.counts.too_large += len(self.savings)
             return
         fitting: list[Saving] = []
-        for _, chain in groupby(self.savings, key=lambda saving: saving[1:]):
-            ways = list(chain)
+        for _, of_chain in groupby(self.savings, key=lambda saving: saving[1:]):
+            ways = list(of_chain)
             if self._needless(ways[0], fitting):
                 self.counts.needless += len(ways)
             elif not self._at(ways[-1])[1]:

@@ -22,8 +22,8 @@ class Software:
     nodes once; the others go straight from each rank to each other.
     `hidden`: share of the data axis's time that computing hides where it can, as both want the same
     device; None: the cluster's. `hides_weights`: new weights are gathered, and states elsewhere
-    stepped, while the next forward begins. `hides_reduction`: gradients are summed while backward goes on.
-    `divides_messages`: tensor ranks each send a part of what goes to the next stage.
+    stepped, while the next forward begins. `hides_reduction`: gradients are summed while backward
+    goes on. `divides_messages`: tensor ranks each send a part of what goes to the next stage.
     `accumulates_apart`: micro-batches' gradients are added by operations of their own, not by the
     products. `step_ms`: what a step takes besides what a cluster's hosts take.
     """
