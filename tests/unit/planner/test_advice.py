@@ -1,4 +1,4 @@
-"""What would shrink a cause of a step's seconds: keys that there are, and that can still change."""
+"""Advice on a cause of a step's seconds names keys that there are, and that can still change."""
 
 import re
 

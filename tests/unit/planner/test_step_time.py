@@ -155,7 +155,7 @@ def test_what_is_measured_to_be_hidden_counts_where_data_ranks_lie(where: str) -
 
 
 def test_a_rank_works_on_messages_as_far_as_computing_does_not_hide_them() -> None:
-    """Of two stages on two nodes each sends a micro-batch's message and gets one."""
+    """Each of two stages, on two nodes, sends a micro-batch's message and gets one."""
     spec = spec_of(parallel=Parallel(pipeline=2, order="tensor,data,pipeline"))
 
     def step(hidden: float | None, cluster: Cluster = EPYC) -> StepTime:
