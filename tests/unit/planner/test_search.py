@@ -134,14 +134,15 @@ def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
 
 
 @pytest.mark.parametrize("memory_gb", [2.5, 16])
-@pytest.mark.parametrize("nodes", [(1, 4), pytest.param((2, 4), marks=pytest.mark.slow)])
-def test_bounds_lose_no_row_of_the_table(nodes: tuple[int, int], memory_gb: float) -> None:
-    of, machine = space(Allocation.of_nodes(*nodes), memory_gb)
+@pytest.mark.parametrize(("nodes", "spared"), [(1, 3), pytest.param(2, 16, marks=pytest.mark.slow)])
+def test_bounds_lose_no_row_of_the_table(nodes: int, spared: int, memory_gb: float) -> None:
+    """At most one layout in `spared` is timed of those that a thorough search times."""
+    of, machine = space(Allocation.of_nodes(nodes, 4), memory_gb)
     short, thorough = (search(of, machine).run(slow) for slow in (False, True))
     rows, all_rows = (distinct(found.planned, 10) for found in (short, thorough))
     assert [one.layout for one in rows] == [one.layout for one in all_rows]
     assert short.counts.all == thorough.counts.all
-    assert short.counts.timed < thorough.counts.timed / 3
+    assert short.counts.timed < thorough.counts.timed / spared
 
 
 def test_the_fastest_come_first_and_of_equal_ones_the_smallest() -> None:
