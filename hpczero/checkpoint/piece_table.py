@@ -28,7 +28,8 @@ class RankShard:
     """The units that a rank has, of which it stores shard `shard`.
 
     What every tensor rank has whole is stored by the first one. What several stages have is stored
-    by the first of those: `stored_elsewhere` names this rank's units that another stage stores.
+    by the first of those, and replicas share the units: `stored_elsewhere` names this rank's units
+    that another stage, or another replica, stores.
     """
 
     units: Sequence[UnitLayout]
@@ -50,6 +51,18 @@ class Span:
     inside: slice
     offset: int
     rectangles: tuple[Slices, ...]
+
+
+def stored_by_others(units: Sequence[UnitLayout], replicas: int, replica: int) -> set[str]:
+    """Return the units, by name, that other replicas store; each stores about as much."""
+    loads = [0] * replicas
+    elsewhere = set()
+    for unit in units:
+        storing = loads.index(min(loads))
+        loads[storing] += unit.shard_size
+        if storing != replica:
+            elsewhere.add(unit.name)
+    return elsewhere
 
 
 def stored_spans(holding: RankShard) -> Iterator[Span]:

@@ -9,7 +9,8 @@ out, as long as the axis fits there.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isqrt, prod
+from itertools import groupby
+from math import gcd, isqrt, prod
 
 from hpczero.errors import InputError
 from hpczero.spec.rules import AXES, axes_in_order
@@ -104,6 +105,34 @@ class Grid:
             axes=(*self.axes[:at], *parts, *self.axes[at + 1 :]),
             sizes=(*self.sizes[:at], *parts.values(), *self.sizes[at + 1 :]),
         )
+
+    def shards_and_replicas(self, shard_ranks: int | str) -> "Grid":
+        """Return the grid with "shard" and "replica" in place of "data" (zero.shard_ranks).
+
+        "node": the most data ranks that nodes, which may have different numbers, can form groups
+        of without any across nodes. InputError: a number that does not divide the data ranks.
+        """
+        data = self.size("data")
+        shards = data if shard_ranks == "all" else shard_ranks
+        if shard_ranks == "node":
+            shards = self._data_ranks_on_nodes
+        assert isinstance(shards, int)
+        if data % shards:
+            near = join_words(list(map(str, _nearest_divisors(data, shards, data))), "or")
+            raise InputError(
+                f"zero.shard_ranks = {shards} does not divide the {format_count(data, 'data rank')}"
+                f': take {near}, "node" or "all"'
+            )
+        return self.divided("data", {"shard": shards, "replica": data // shards})
+
+    @cached_property
+    def _data_ranks_on_nodes(self) -> int:
+        """The largest number that divides the data ranks of every data group on every node."""
+        counts: set[int] = set()
+        for group in self.groups("data"):
+            nodes = [self.node_of_rank[rank] for rank in group]
+            counts.update(len(list(same)) for _, same in groupby(nodes))
+        return gcd(*counts)
 
     def groups_across_nodes(self, axis: str) -> int:
         """Return how many of the groups along the axis have ranks on more than one node."""

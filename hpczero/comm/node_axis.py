@@ -51,6 +51,7 @@ class NodeAxis:
     """
 
     shared = True
+    replicas = None
 
     def __init__(self, world: "World", group: Group) -> None:
         self.group = group

@@ -51,7 +51,7 @@ from hpczero.parallel.tensor.serial_check import SerialCheck
 from hpczero.parallel.tensor.user_plan import Cuts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
-from hpczero.parallel.zero.data_axis import DataAxis, Messages
+from hpczero.parallel.zero.data_axis import DataAxis, Messages, ShardsAndReplicas
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.state_dict import InitialValues, no_values
 from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
@@ -96,6 +96,20 @@ class EngineContext:
 
     def group_if_cut(self, axis: str) -> Group | None:
         return self.group(axis) if self.grid.size(axis) > 1 else None
+
+    def data_axis(self, cut_alike: bool = True) -> DataAxis:
+        """Return how this rank's data ranks exchange gradients and weights.
+
+        `cut_alike`: nodes divide them at the same places for all ranks that hold values together.
+        """
+        group = self.group("data")
+        divided = self.grid.shards_and_replicas(self.spec.zero.shard_ranks)
+        if divided.size("replica") == 1:
+            return data_axis(self.spec, self.world, group, cut_alike)
+        of_axis = {axis: divided.ranks(self.world.rank, axis) for axis in ("shard", "replica")}
+        shards, replicas = (self.world.group(axis, ranks) for axis, ranks in of_axis.items())
+        inside = data_axis(self.spec, self.world, shards, cut_alike)
+        return ShardsAndReplicas(group, inside, replicas)
 
     def settings(self, own_model: bool = False) -> EngineSettings:
         spec = self.spec
@@ -190,8 +204,7 @@ def build_engine(
         return _train_user_module(module, layers, context), None
     context.world.run_on_all(lambda: user_module.refuse_compiled(module, _COMPILED_AND_CUT))
     everyone = context.world.everyone
-    group = context.group("data")
-    axis = _axis_of_user_module(module, context, group, context.grid.nodes_cut_data_alike)
+    axis = _axis_of_user_module(module, context, context.grid.nodes_cut_data_alike)
     values = InitialValues(module, context.spec.seed, everyone)
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
     parts = ModelParts(module, layers, values, {}, names, everyone)
@@ -221,7 +234,7 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     ties = _tie_groups(stages_of_ties(stages), context.world, pipeline) if pipeline else {}
     names = [parameter.name for layer in described for parameter in layer.parameters]
     parts = ModelParts(module, _joined(chunks), no_values if bare else None, ties, names)
-    axis = data_axis(spec, context.world, context.group("data"), context.grid.nodes_cut_data_alike)
+    axis = context.data_axis(context.grid.nodes_cut_data_alike)
     engine = Engine(parts, axis, context.settings(own_model=True), tensor, pipeline)
     ways = Ways.of(spec, engine, tensor)
     calls = [calls_of(spec, chunk, recipes, ways) for chunk in chunks]
@@ -291,7 +304,7 @@ def _user_stage(
     described = separate_tied([[layer for _, layer in chunk] for chunk in layers], tied)
     chunks = _with_modules(described, modules)
     ties = _tie_groups(stage.tied, context.world, pipeline)
-    axis = _axis_of_user_module(module, context, group)
+    axis = _axis_of_user_module(module, context)
     values = InitialValues(module, spec.seed, group, stage.elsewhere, ties)
     parts = ModelParts(module, _joined(chunks), values, ties, names)
     engine = Engine(parts, axis, context.settings(), pipeline=pipeline)
@@ -301,7 +314,7 @@ def _user_stage(
 
 def _train_user_module(module: nn.Module, layers: Layers, context: EngineContext) -> Engine:
     group = context.group("data")
-    axis = _axis_of_user_module(module, context, group)
+    axis = _axis_of_user_module(module, context)
     values = InitialValues(module, context.spec.seed, group)
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
     engine = Engine(ModelParts(module, layers, values, {}, names), axis, context.settings())
@@ -345,20 +358,20 @@ def _tie_groups(
 
 
 def _axis_of_user_module(
-    module: nn.Module, context: EngineContext, group: Group, cut_alike: bool = True
+    module: nn.Module, context: EngineContext, cut_alike: bool = True
 ) -> DataAxis:
-    axis = data_axis(context.spec, context.world, group, cut_alike)
+    axis = context.data_axis(cut_alike)
     if Sharded.at_stage(context.spec.zero.stage, axis.shared).parameters:
         context.world.run_on_all(lambda: user_module.refuse_compiled(module, _COMPILED_AT_STAGE_3))
     return axis
 
 
 def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) -> DataAxis:
-    """Return how these data ranks exchange gradients and weights."""
+    """Return how the ranks among which states are cut exchange gradients and weights."""
     ranks_on_nodes = Counter(world.node_of_rank[rank] for rank in group.ranks).values()
     if shares_nodes(spec.zero, ranks_on_nodes, cut_alike):
         return NodeAxis(world, group)
     gathers_in_passes = Sharded.at_stage(spec.zero.stage, False).parameters
     if world.backend != "mpi" and not gathers_in_passes:
         return Messages(group, group)  # what starts in one order anyway needs no agreement on one
-    return Messages(group, world.group("data", group.ranks, "gathers"))
+    return Messages(group, world.group(group.axis, group.ranks, "gathers"))

@@ -14,7 +14,7 @@ from hpczero.checkpoint import directory, limits
 from hpczero.checkpoint.directory import checkpoint_at
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import TrainingState
-from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored_spans
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored_by_others, stored_spans
 from hpczero.checkpoint.save import Saved, SaveJob, Saver
 from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, DataSource
 from hpczero.comm.grid import Grid
@@ -279,18 +279,19 @@ class Checkpoints:
 
     def _table(self) -> Table:
         tensors = [Tensor(name, shape) for name, shape in self._tensor_shapes().items()]
-        grid = self.grid
+        grid = self.grid.shards_and_replicas(self.spec.zero.shard_ranks)
 
         @cache
         def layouts(stage: int, tensor_rank: int) -> list[UnitLayout]:
-            sizes = grid.size("data"), grid.size("tensor")
+            sizes = grid.size("shard"), grid.size("tensor")
             return [unit_layout(layer, *sizes, tensor_rank) for layer in self._stages[stage][0]]
 
         def shard_of(rank: int) -> RankShard:
             stage, tensor_rank = grid.coordinate(rank, "pipeline"), grid.coordinate(rank, "tensor")
-            stored_elsewhere = self._stages[stage][1]
             units = layouts(stage, tensor_rank)
-            return RankShard(units, grid.coordinate(rank, "data"), tensor_rank, stored_elsewhere)
+            of_replica = grid.size("replica"), grid.coordinate(rank, "replica")
+            elsewhere = self._stages[stage][1] | stored_by_others(units, *of_replica)
+            return RankShard(units, grid.coordinate(rank, "shard"), tensor_rank, elsewhere)
 
         return Table.of(tensors, self.world.size, shard_of)
 
@@ -352,6 +353,8 @@ def _sources(engine: Engine) -> list[list[DataSource]]:
     layouts = [unit.layout for unit in engine.units]
     tensor_rank = engine.tensor.rank if engine.tensor else 0
     stored_elsewhere = {unit.layout.name for unit in engine.counted_elsewhere}
+    if replicas := engine.axis.replicas:
+        stored_elsewhere |= stored_by_others(layouts, replicas.size, replicas.rank)
     sources: list[list[DataSource]] = [[] for _ in states(engine, engine.units[0])]
     for span in stored_spans(RankShard(layouts, engine.axis.rank, tensor_rank, stored_elsewhere)):
         unit = engine.units[span.unit]

@@ -110,8 +110,8 @@ class Training:
         self.engine = engine
         self.spec = spec = run.spec
         self.module = engine.module
-        self.rank = engine.axis.rank
-        self.size = engine.axis.size
+        self.rank = engine.axis.group.rank
+        self.size = engine.axis.group.size
         self.is_first = run.world.rank == 0
         self.dtype = DTYPES[spec.train.precision]
         self.device = engine.device.torch

@@ -1,7 +1,8 @@
 """Exchanges among the data ranks: gradients, weights, and which parameters a step leaves out.
 
 `DataAxis` is what the engine asks for. `Messages` carries it out by messages,
-`comm.node_axis.NodeAxis` with one copy of the weights per node.
+`comm.node_axis.NodeAxis` with one copy of the weights per node. Either may be the inner axis of
+`ShardsAndReplicas`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,12 @@ class DataAxis(Protocol):
     """Collective operations over the data ranks; shard r of a tensor belongs to rank r.
 
     All ranks start them in one order. A tensor belongs to an operation until it is done.
+    `group`: all data ranks. `rank` and `size` are of those among which states are cut.
+    `replicas`: the data ranks that have the same shards as this one, if states have copies.
     """
 
     group: Group
+    replicas: Group | None
     rank: int
     size: int
     shared: bool  # the ranks of a node have one copy of the weights
@@ -55,6 +59,7 @@ class DataAxis(Protocol):
 class Messages:
     """Every rank has tensors of its own, and sends them."""
 
+    replicas = None
     shared = False
     neighbours = 1
 
@@ -94,6 +99,30 @@ class Messages:
 
     def close(self) -> None:
         pass
+
+
+class ShardsAndReplicas:
+    """States are cut into shards among some data ranks, `inside`; the others have copies of them.
+
+    Reductions and gathers stay inside. The engine sums the shards over `replicas` once a step.
+    """
+
+    def __init__(self, group: Group, inside: DataAxis, replicas: Group) -> None:
+        """`group`: all data ranks, those `inside` one after the other, then the next replica's."""
+        self.group = group
+        self.replicas: Group | None = replicas
+        self.inside = inside
+        self.rank = inside.rank
+        self.size = inside.size
+        self.shared = inside.shared
+        self.neighbours = inside.neighbours
+        self.device = inside.device
+        self.allocate = inside.allocate
+        self.written = inside.written
+        self.reduce = inside.reduce
+        self.gather = inside.gather
+        self.node_barrier = inside.node_barrier
+        self.close = inside.close
 
 
 class AbsentGradients:

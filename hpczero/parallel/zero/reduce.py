@@ -5,6 +5,9 @@ A unit whose gradients are all there is summed over the data ranks: in every bac
 gradients are sharded, else in the last one of a step. Units start in one order on every rank,
 whatever gradients came or did not come there. In the first step that is the reverse order of the
 model, from then on the order in which they were complete on the first rank.
+
+Where states have replicas, the sums so far are those of this replica's ranks. Once in a step, when
+a unit's last one is done, they are summed over the replicas, each unit as soon as it can be.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -78,6 +81,12 @@ class Reduction:
         self._units = list(reversed(units))  # in the order in which they start
         self._set_order(self._units)
         self._in_flight: dict[Unit, Work] = {}  # sums, oldest first
+        self.replicas = axis.replicas  # None: there are none, or their gradients are to differ
+        self.joins_at_end = False  # replicas' sums start in `finish`, however backwards end
+        self._is_last = False  # no further sum of the units comes in this step
+        self._last_sum: set[Unit] = set()  # whose sum in flight is the last one of the step
+        self._joining: dict[Unit, Work] = {}  # sums over the replicas, oldest first
+        self._joined: set[Unit] = set()  # whose sum over the replicas has begun, or ended
         self._sums_started = 0  # since the beginning
         self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
@@ -102,13 +111,15 @@ class Reduction:
         chosen = self._units
         if units is not None:
             chosen = [unit for unit in chosen if unit in units]
-        if not self.sharded.gradients and self._reduced.intersection(chosen):
+        done = self._joined if self.sharded.gradients else self._reduced
+        if done.intersection(chosen):
             raise HpczeroError(
                 "a backward after the one that was said to be the last of the step: say last=True"
                 " only then, or leave it out"
             )
         self.is_open = True
         self._reducing = last or self.sharded.gradients
+        self._is_last = last and not self.joins_at_end
         self._set_order(chosen)
         self._deferred.clear()
         for unit in self._order:
@@ -142,6 +153,7 @@ class Reduction:
             self._start_remaining()
         while self._in_flight:
             self._collect(wait=True)
+        self._join_all([])
         for unit in self._units:
             unit.drop_gradients()
         self._reducing = self._failed = False
@@ -237,9 +249,11 @@ class Reduction:
     def finish(self) -> None:
         """Complete all sums of the step. Collective."""
         self._set_order([unit for unit in self._units if unit not in self._reduced])
+        self._is_last = True
         self._start_remaining()
         while self._in_flight:
             self._collect(wait=True)
+        self._join_all(self._units)
         for unit, group in self.tied.items():
             group.all_reduce(unit.reduced_shard)
             sum_pieces([unit.reduced_shard], unit.reduced_shard, False, unit.squares, self.pool)
@@ -255,7 +269,7 @@ class Reduction:
     def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
         """Return which gradient, also of the other groups, made a sum not finite. Collective."""
         if not self.checks_on_host:  # only sums are left: they tell the rank where there is one
-            rank = _UNKNOWN if self.axis.size > 1 else 0
+            rank = _UNKNOWN if self.axis.group.size > 1 else 0
             for unit in self._units:
                 shard = unit.reduced_shard
                 self.note_bad(unit, unit.shard.start, [shard], [rank], shard)
@@ -274,6 +288,7 @@ class Reduction:
     ) -> None:
         """Note which tensors of which ranks made a sum, of elements from `first` on, not finite.
 
+        The `ranks` are those among which states are cut.
         An earlier sum of the step that was not finite has been noted before. A sum may have been
         written over one of its parts: that part is to blame if no other is.
         """
@@ -286,7 +301,8 @@ class Reduction:
             intact = [(rank, part) for rank, part in bad if part.data_ptr() != out.data_ptr()]
             if bad:
                 index = self.names_backwards.index(slot.parameter.name)
-                self._bad += [(index, rank) for rank, _ in intact or bad]
+                before = self.axis.group.rank - self.axis.rank  # data ranks of other replicas
+                self._bad += [(index, before + rank) for rank, _ in intact or bad]
 
     def _start_remaining(self) -> None:
         for unit in self._order[self._started :]:
@@ -328,6 +344,8 @@ class Reduction:
         unit.complete()
         accumulate = self.sharded.gradients and unit in self._reduced
         self._reduced.add(unit)
+        if self._is_last:
+            self._last_sum.add(unit)
         sums = GradientSum(self, unit, accumulate)
         self._in_flight[unit] = self.axis.reduce(unit.send_buffer, sums)
 
@@ -347,7 +365,42 @@ class Reduction:
             if self.sharded.gradients:
                 del self._gradient_slot_of[unit]
                 unit.buffer = None
-            self.on_summed(unit)
+            if self.replicas is None:
+                self.on_summed(unit)
+            elif unit in self._last_sum:
+                self._join(unit)
+        while self._joining:
+            unit, work = next(iter(self._joining.items()))
+            if not work.poll():
+                return
+            self._have_joined(unit)
+
+    def _join(self, unit: Unit) -> None:
+        """Start the sum of a unit's shard over the replicas."""
+        assert self.replicas
+        self._joined.add(unit)
+        self._joining[unit] = self.replicas.start_all_reduce(unit.narrow_shard())
+
+    def _have_joined(self, unit: Unit) -> None:
+        del self._joining[unit]
+        unit.widen_shard()
+        shard = unit.reduced_shard
+        sum_pieces([shard], shard, False, unit.squares, self.pool)
+        self.on_summed(unit)
+
+    def _join_all(self, units: Sequence[Unit]) -> None:
+        """Sum these units over the replicas, as far as that has not begun, and end all such sums.
+
+        So begins the next step.
+        """
+        for unit in units if self.replicas else ():
+            if unit not in self._joined:
+                self._join(unit)
+        for unit, work in list(self._joining.items()):
+            work.wait()
+            self._have_joined(unit)
+        self._joined.clear()
+        self._last_sum.clear()
 
     def _keep_order(self, completed: list[Unit]) -> None:
         """Start units from now on in the order in which they were complete on the first rank.

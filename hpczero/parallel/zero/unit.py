@@ -102,6 +102,21 @@ class Unit:
         self.reduced_shard = memory if sharded.gradients else self.send_buffer[self.shard]
         self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
 
+    def narrow_shard(self) -> torch.Tensor:
+        """Return the summed shard in the weights' precision, in its own memory, to be sent."""
+        shard = self.reduced_shard
+        if shard.dtype == self.weights.dtype:
+            return shard
+        narrow = shard.view(self.weights.dtype)[: shard.numel()]
+        _narrow(shard, narrow)
+        return narrow
+
+    def widen_shard(self) -> None:
+        """Make the shard again what it was before `narrow_shard`, but for the rounding."""
+        shard = self.reduced_shard
+        if shard.dtype != self.weights.dtype:
+            _widen(shard.view(self.weights.dtype)[: shard.numel()], shard)
+
     def set_owner(self, owner: Owner) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.known_as = slot.parameter.name
@@ -265,6 +280,14 @@ def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     for start in range(0, wide.numel(), length):
         part = slice(start, start + length)
         narrow[part] = wide[part].to(narrow.dtype)
+
+
+def _widen(narrow: torch.Tensor, wide: torch.Tensor) -> None:
+    """Undo `_narrow`, the last elements first: they are written where none is to be read."""
+    length = _NARROWED if wide.device.type == "cpu" else _NARROWED_BY_A_DEVICE
+    for start in reversed(range(0, wide.numel(), length)):
+        part = slice(start, start + length)
+        wide[part] = narrow[part].float()
 
 
 def take_gradient_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
