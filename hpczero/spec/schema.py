@@ -19,7 +19,6 @@ from hpczero.spec.table import (
     Decay,
     Line,
     Positions,
-    Shards,
     Table,
     Text,
     key,
@@ -156,7 +155,6 @@ class Zero(Table):
     stage: Literal[0, 1, 2, 3] = key(
         1, "changeable", "sharded: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters"
     )
-    shard_ranks: Shards | Literal["all", "node"] = key("all", "changeable", "temporary")
     bucket_mb: int = key(
         0,
         "site",
