@@ -223,6 +223,14 @@ class Mistake:
     describe: Callable[[], str]  # called for those that are shown: a file of nonsense has thousands
 
 
+@dataclass(frozen=True)
+class Contradiction:
+    """Values that are each allowed, but not together."""
+
+    keys: tuple[str, ...]  # the first is the one that most likely wants changing
+    text: str
+
+
 def message(path: str, files: list[str], mistakes: list[Mistake]) -> str:
     """Return the mistakes as one message, in the order of `files` and lines; others come last."""
     order = {file: number for number, file in enumerate(dict.fromkeys(files)) if file}
