@@ -354,7 +354,7 @@ def _sources(engine: Engine) -> list[list[DataSource]]:
     tensor_rank = engine.tensor.rank if engine.tensor else 0
     stored_elsewhere = {unit.layout.name for unit in engine.counted_elsewhere}
     if replicas := engine.axis.replicas:
-        stored_elsewhere |= stored_by_others(layouts, replicas.size, replicas.rank)
+        stored_elsewhere |= stored_by_others(layouts, replicas.count, replicas.number)
     sources: list[list[DataSource]] = [[] for _ in states(engine, engine.units[0])]
     for span in stored_spans(RankShard(layouts, engine.axis.rank, tensor_rank, stored_elsewhere)):
         unit = engine.units[span.unit]

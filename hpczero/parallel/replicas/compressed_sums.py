@@ -1,7 +1,8 @@
 """Sums of gradients over the replicas in 8 bits (comm.compress), without error feedback."""
 
-from hpczero.parallel.replicas.exchange import Errors, Replicas
+from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
+from hpczero.parallel.zero.data_axis import Replicas
 from hpczero.parallel.zero.unit import Unit
 from hpczero_kernels.cpu import Pool
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpczero.comm.group import Group, Work
+from hpczero.comm.group import Work
 from hpczero.parallel.replicas.codecs import Codec
 from hpczero.parallel.replicas.sizes import part_of
+from hpczero.parallel.zero.data_axis import Replicas
 
 
 @dataclass(frozen=True)
@@ -28,28 +29,6 @@ class Errors:
 
     sent: Tensor | None = None
     served: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The groups of the ranks that have the same shards: one for each pass."""
-
-    group: Group
-    averages: Group
-
-    @property
-    def count(self) -> int:
-        return self.group.size
-
-    @property
-    def number(self) -> int:
-        """The number of this replica."""
-        return self.group.rank
-
-    def part(self, codec: Codec, elements: int, number: int | None = None) -> slice:
-        """Return the elements of which a replica, by default this one, makes the average."""
-        at = self.number if number is None else number
-        return part_of(codec.form, elements, self.count, at)
 
 
 class Exchange:
@@ -81,11 +60,16 @@ class Exchange:
         return torch.empty(shape, dtype=torch.uint8, device=self._device)
 
     def _encoded(self, values: Tensor, other: int) -> Tensor:
-        part = self._replicas.part(self._codec, self._elements, other)
+        part = self._part(other)
         message = self._empty(self._codec.form.message(part.stop - part.start))
         error = None if self._errors.sent is None else self._errors.sent[part]
-        self._codec.encode(values[part], error, self._living(part), message)
+        if message.numel():
+            self._codec.encode(values[part], error, self._living(part), message)
         return message
+
+    def _part(self, number: int) -> slice:
+        """Return the elements of which a replica makes the average."""
+        return part_of(self._codec.form, self._elements, self._replicas.count, number)
 
     def _living(self, part: slice) -> Tensor | None:
         return None if self._variance is None else self._variance[part]
@@ -106,14 +90,16 @@ class Exchange:
 
     def _start_second(self) -> None:
         replicas, codec = self._replicas, self._codec
-        part = replicas.part(codec, self._elements)
-        average = torch.empty(part.stop - part.start, dtype=torch.float32, device=self._device)
-        codec.average(self._arriving, average)
+        part = self._part(replicas.number)
+        average = torch.zeros(part.stop - part.start, dtype=torch.float32, device=self._device)
+        if average.numel():
+            codec.average(self._arriving, average)
         length = codec.form.message(codec.form.part(self._elements, replicas.count))
         self._gathered = self._empty(replicas.count, length)
         own = self._gathered[replicas.number]
         message = own[: codec.form.message(average.numel())]
-        codec.encode(average, self._errors.served, self._living(part), message)
+        if average.numel():
+            codec.encode(average, self._errors.served, self._living(part), message)
         own[message.numel() :].zero_()
         self._second = replicas.averages.start_all_gather(self._gathered, own)
 
@@ -121,5 +107,6 @@ class Exchange:
         """Write the result, of any precision, to `values`, which may be those given."""
         assert self._gathered is not None
         for number, message in enumerate(self._gathered):
-            part = self._replicas.part(self._codec, self._elements, number)
-            self._codec.decode(message, self._living(part), values[part])
+            part = self._part(number)
+            if part.start < part.stop:
+                self._codec.decode(message, self._living(part), values[part])

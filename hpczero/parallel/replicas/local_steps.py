@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from hpczero.parallel.replicas.exchange import Errors, Replicas
+from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.turns import fragment_of_update, fragments_of
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
-from hpczero.parallel.zero.data_axis import AbsentGradients
+from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
 from hpczero.parallel.zero.unit import Unit
-from hpczero.parallel.zero.update import AdamWUpdate, Step
+from hpczero.parallel.zero.update import AdamWUpdate, Step, swap_with_master
 from hpczero.parallel.zero.weights import Weights
 
 _JOINED = "joined"
@@ -32,6 +32,8 @@ class LocalSteps(AdamWUpdate):
     """AdamW on the replica's own gradient, and the outer step."""
 
     gradients_differ = True
+    trains_apart = True
+    has_average = True  # the outer weights
 
     def __init__(
         self, weights: Weights, absent: AbsentGradients, replicas: Replicas, tied: Sequence[Unit]
@@ -42,6 +44,7 @@ class LocalSteps(AdamWUpdate):
         tensor = weights.tensor.size if weights.tensor else 1
         precision = self._outer_options.precision
         self._exchanger = Exchanger(replicas, precision, tensor, weights.pool)
+        self._exact = Exchanger(replicas, "fp32", tensor, weights.pool)
         self.outer = {unit: unit.master.clone() for unit in self.units}
         self.momentum = {unit: unit.master.new_zeros(unit.master.shape) for unit in self.units}
         self.errors: dict[Unit, Errors] = {
@@ -65,11 +68,20 @@ class LocalSteps(AdamWUpdate):
             kept += [tensor for tensor in (errors.sent, errors.served) if tensor is not None]
         return {"exchange": sum(tensor.nbytes for tensor in kept)}
 
-    def start(self) -> None:
+    def begin_average(self) -> None:
         """Begin with the present weights, the same on all replicas, as the outer ones."""
-        super().start()
         for unit in self.units:
             self.outer[unit].copy_(unit.master)
+
+    def swap_average(self, unit: Unit) -> None:
+        swap_with_master(unit, self.outer[unit])
+
+    def come_together(self, unit: Unit) -> None:
+        mean = self._exact.start(unit, unit.master, Errors())
+        mean.wait()
+        mean.decode(unit.master)
+        self.outer[unit].copy_(unit.master)
+        unit.weights_from_master()
 
     # -- turns
 
@@ -85,6 +97,10 @@ class LocalSteps(AdamWUpdate):
             d = self._d[: unit.master.numel()]
             d.copy_(self.outer[unit]).sub_(unit.master)
             self._in_flight[unit] = self._exchanger.start(unit, d, self.errors[unit])
+
+    @property
+    def is_exchanging(self) -> bool:
+        return bool(self._in_flight)
 
     def poll(self) -> None:
         for exchange in self._in_flight.values():
@@ -136,5 +152,6 @@ class LocalSteps(AdamWUpdate):
     def numbers(self) -> dict[str, float]:
         return {_JOINED: self._joined}
 
-    def take_numbers(self, numbers: Mapping[str, float]) -> None:
-        self._joined = int(numbers.get(_JOINED, 0))
+    def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
+        self._updates = updates
+        self._joined = int(numbers.get(_JOINED, updates))

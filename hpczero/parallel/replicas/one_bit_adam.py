@@ -10,7 +10,7 @@ replica, with its own gradient g, clipped by its own norm:
     w = w (1 - lr decay) - lr u / correction1
 
 The paper sends m. Here u is sent, the same but for a constant factor of each element, so that the
-elements of a block, which share a scale, are steps of like sizes: elsewise those with a small v
+elements of a block, which share a scale, are steps of like sizes: otherwise those with a small v
 would take steps of the size of the others' momentum.
 """
 
@@ -20,9 +20,9 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from hpczero.parallel.replicas.exchange import Errors, Replicas
+from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
-from hpczero.parallel.zero.data_axis import AbsentGradients
+from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.update import AdamWUpdate, Step
 from hpczero.parallel.zero.weights import Weights
@@ -44,7 +44,7 @@ class OneBitAdam(AdamWUpdate):
         }
         self._groups = weights.groups  # that have the other elements of this replica's model
         self._shards = weights.axis.size
-        self._warmup = weights.settings.schedule_warmup
+        self._warmup = weights.settings.warmup_steps
         self.frozen = 0
         self._seen = 0, 0.0  # the update after which v was looked at last, and its norm then
         self._step: Step | None = None
@@ -58,7 +58,9 @@ class OneBitAdam(AdamWUpdate):
 
     def memory(self) -> dict[str, int]:
         errors = [tensor for one in self.errors.values() for tensor in (one.sent, one.served)]
-        return {"exchange": sum(tensor.nbytes for tensor in (self._u, *errors) if tensor is not None)}
+        return {
+            "exchange": sum(tensor.nbytes for tensor in (self._u, *errors) if tensor is not None)
+        }
 
     def reads_on_host(self) -> bool:
         return self.gradients_differ or super().reads_on_host()
@@ -85,7 +87,7 @@ class OneBitAdam(AdamWUpdate):
         u = self._u[: moment.numel()]
         for part, roots in self._roots(unit):
             own = moment[part].mul_(beta1).add_(gradient[part], alpha=(1.0 - beta1) * factor)
-            torch.where(self.moment2[unit][part] != 0, own / roots, 0.0, out=u[part])
+            u[part] = torch.where(self.moment2[unit][part] != 0, own / roots, 0.0)
         return u
 
     def _roots(self, unit: Unit) -> Iterator[tuple[slice, Tensor]]:
@@ -160,6 +162,6 @@ class OneBitAdam(AdamWUpdate):
         before, norm = self._seen
         return {_FROZEN: self.frozen, _LOOKED: before, _NORM: norm}
 
-    def take_numbers(self, numbers: Mapping[str, float]) -> None:
+    def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
         self.frozen = int(numbers.get(_FROZEN, 0))
         self._seen = int(numbers.get(_LOOKED, 0)), float(numbers.get(_NORM, 0.0))

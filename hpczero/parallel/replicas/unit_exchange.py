@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hpczero.parallel.replicas.codecs import codec_of
-from hpczero.parallel.replicas.exchange import Errors, Exchange, Replicas
-from hpczero.parallel.replicas.sizes import FORMS
+from hpczero.parallel.replicas.exchange import Errors, Exchange
+from hpczero.parallel.replicas.sizes import FORMS, part_of
+from hpczero.parallel.zero.data_axis import Replicas
 from hpczero.parallel.zero.unit import Unit
 from hpczero_kernels.cpu import Pool
 
@@ -31,29 +32,29 @@ class Exchanger:
         """Return no errors yet, of what is sent of so many elements; none are kept of floats."""
         if not self.codec.form.block:
             return Errors()
-        part = self.replicas.part(self.codec, elements.numel())
+        replicas = self.replicas
+        part = part_of(self.codec.form, elements.numel(), replicas.count, replicas.number)
         sent = torch.zeros_like(elements, dtype=torch.float32)
         return Errors(sent, sent.new_zeros(part.stop - part.start))
 
     def start(
         self, unit: Unit, values: Tensor, errors: Errors, variance: Tensor | None = None
     ) -> "UnitExchange":
-        """Start the exchange of `values`, one for each element that this rank owns of the unit."""
+        """Start the exchange of `values`, one for each element of this rank's shard."""
         exchange = Exchange(self.replicas, self.codec, values, errors, variance)
-        exact = self._exact(unit, values.numel()) if self._may_part else []
+        exact = self._exact(unit) if self._may_part else []
         if not exact:
             return UnitExchange(exchange, None, [])
         joined = torch.cat([values[part] for part in exact]).float()
         return UnitExchange(exchange, Exchange(self.replicas, _EXACT, joined, Errors()), exact)
 
-    def _exact(self, unit: Unit, count: int) -> list[slice]:
+    def _exact(self, unit: Unit) -> list[slice]:
         """Return the elements that tensor ranks hold in common."""
         if unit not in self._exact_of:
-            whole = count == unit.owned.stop - unit.owned.start
-            elements = unit.owned if whole else unit.shard
+            first = unit.shard.start
             self._exact_of[unit] = [
-                slice(part.start - elements.start, part.stop - elements.start)
-                for slot, part in unit.layout.spans(elements.start, elements.stop)
+                slice(part.start - first, part.stop - first)
+                for slot, part in unit.layout.spans(first, unit.shard.stop)
                 if not slot.is_split
             ]
         return self._exact_of[unit]
