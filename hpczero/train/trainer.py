@@ -34,6 +34,7 @@ from hpczero.train.console import Output
 from hpczero.train.memory_account import MemoryAccount
 from hpczero.train.process import Deadline, StopRequests, first_reason, seconds_of_save
 from hpczero.train.run_directory import RunDirectory
+from hpczero.train.saved_states import saved_elements
 
 _MOST_SKIPPED = 100  # steps in a row without an update after which the run gives up
 
@@ -116,7 +117,9 @@ class Trainer:
 
     def _save_estimate(self) -> float:
         """Return the seconds of a save."""
-        return seconds_of_save(self.world, self.engine.owned_elements) if self.checkpoints else 0.0
+        if self.checkpoints is None:
+            return 0.0
+        return seconds_of_save(self.world, saved_elements(self.engine))
 
     def _step(
         self,

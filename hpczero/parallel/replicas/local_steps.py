@@ -149,6 +149,9 @@ class LocalSteps(AdamWUpdate):
         served = self.errors[unit].served
         return {} if served is None else {"served_error": served}
 
+    def dealt_part(self, unit: Unit, replica: int) -> slice:
+        return self._exchanger.part(unit.master.numel(), replica)
+
     def numbers(self) -> dict[str, float]:
         return {_JOINED: self._joined}
 

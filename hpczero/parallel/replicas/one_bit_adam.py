@@ -158,6 +158,9 @@ class OneBitAdam(AdamWUpdate):
         assert served is not None
         return {"served_error": served}
 
+    def dealt_part(self, unit: Unit, replica: int) -> slice:
+        return self._exchanger.part(unit.master.numel(), replica)
+
     def numbers(self) -> dict[str, float]:
         before, norm = self._seen
         return {_FROZEN: self.frozen, _LOOKED: before, _NORM: norm}

@@ -32,20 +32,32 @@ class Exchanger:
         """Return no errors yet, of what is sent of so many elements; none are kept of floats."""
         if not self.codec.form.block:
             return Errors()
-        replicas = self.replicas
-        part = part_of(self.codec.form, elements.numel(), replicas.count, replicas.number)
+        part = self.part(elements.numel(), self.replicas.number)
         sent = torch.zeros_like(elements, dtype=torch.float32)
         return Errors(sent, sent.new_zeros(part.stop - part.start))
+
+    def part(self, elements: int, replica: int) -> slice:
+        """Return the elements, of so many, of which a replica makes the average."""
+        return part_of(self.codec.form, elements, self.replicas.count, replica)
 
     def start(
         self, unit: Unit, values: Tensor, errors: Errors, variance: Tensor | None = None
     ) -> "UnitExchange":
-        """Start the exchange of `values`, one for each element of this rank's shard."""
-        exchange = Exchange(self.replicas, self.codec, values, errors, variance)
+        """Start the exchange of `values`, one for each element of this rank's shard.
+
+        The values are undefined then.
+        """
         exact = self._exact(unit) if self._may_part else []
         if not exact:
+            exchange = Exchange(self.replicas, self.codec, values, errors, variance)
             return UnitExchange(exchange, None, [])
         joined = torch.cat([values[part] for part in exact]).float()
+        living = None if variance is None else variance.clone()
+        for part in exact:  # zeros are sent as zeros, and leave no error
+            values[part] = 0
+            if living is not None:
+                living[part] = 0
+        exchange = Exchange(self.replicas, self.codec, values, errors, living)
         return UnitExchange(exchange, Exchange(self.replicas, _EXACT, joined, Errors()), exact)
 
     def _exact(self, unit: Unit) -> list[slice]:

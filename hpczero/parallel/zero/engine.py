@@ -15,6 +15,7 @@ that has been asked of the device.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -329,12 +330,17 @@ class Engine(AveragedWeights):
         """Forget all steps: the present weights are the first ones of a training."""
         self.wait_for_weights()
         for unit in self.units:
-            for state in self.update.states(unit).values():
-                state.zero_()
+            update = self.update
+            own = update.own_states(unit).values(), update.dealt_states(unit).values()
+            for state in chain(update.states(unit).values(), *own):
+                if state is not unit.master:
+                    state.zero_()
         self.updates = 0
         self.absent.missed = {}
         self.loss_scale = LossScale.first(self.settings.train)
+        self.update.take_numbers({}, 0)
         self.update.start()
+        self.follow_update()
 
     def parameter_count(self) -> int:
         """Return the size of the whole model. Collective where that is on several stages."""

@@ -156,6 +156,10 @@ class Update(ABC):
         """Return the states of which each replica has those of its part (`sizes.part_of`)."""
         return {}
 
+    def dealt_part(self, unit: Unit, replica: int) -> slice:
+        """Return the elements, of those owned, of which a replica has dealt states."""
+        raise NotImplementedError
+
     def numbers(self) -> dict[str, float]:
         """Return the numbers that belong to the state; equal on all ranks."""
         return {}
