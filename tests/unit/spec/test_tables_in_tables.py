@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero.commands.check import check
+from hpczero.errors import InputError
 from hpczero.spec import site_profile
 from hpczero.spec.keys import entries, flat, keys, no_such_key, table_description, tables
 from hpczero.spec.load import (
@@ -16,6 +17,7 @@ from hpczero.spec.load import (
     as_markdown,
     as_text,
     differences,
+    from_dict,
     load,
     to_start_from,
     to_toml,
@@ -66,6 +68,13 @@ def test_the_command_line_sets_a_key_or_several(write: Write) -> None:
     assert by_table.optimizer.outer == Outer(every=50, fragments=5)
     whole = load(path, ["optimizer={ lr = 1e-3, outer = { every = 50 } }"]).spec
     assert whole.optimizer == Optimizer(lr=1e-3, outer=Outer(every=50))
+
+
+def test_a_dictionary_sets_them_too() -> None:
+    tree = {"zero": {"shard_ranks": 2}, "optimizer": {"outer": {"every": 50}}}
+    assert from_dict(tree).spec.optimizer == Optimizer(outer=Outer(every=50))
+    with pytest.raises(InputError, match=r"given: optimizer\.outer\.evry: unknown"):
+        from_dict({"optimizer": {"outer": {"evry": 50}}})
 
 
 def test_a_spec_and_what_it_extends_are_joined_key_by_key(write: Write) -> None:
