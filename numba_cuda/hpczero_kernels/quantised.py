@@ -34,24 +34,17 @@ from hpczero_kernels.cpu import (
     store,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
+from hpczero_kernels.message_sizes import (
+    MOST,
+    QUANTISED_BLOCK,
+    SMALLEST_SCALE,
+    quantised_blocks,
+    quantised_bytes,
+)
 from hpczero_kernels.sources import named_by_sources
 
-QUANTISED_BLOCK = 256  # elements of one scale
-MOST = {8: 127, 4: 7}  # the largest integer of so many bits
-SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 _CHUNK = 512 * QUANTISED_BLOCK  # elements of a reference's temporary tensors
 assert QUANTISED_BLOCK == STRETCH
-
-
-def quantised_bytes(count: int, bits: int) -> int:
-    """Return the bytes of the integers of so many elements."""
-    return -(-count * bits // 8)
-
-
-def quantised_blocks(count: int) -> int:
-    """Return the scales of so many elements."""
-    return -(-count // QUANTISED_BLOCK)
-
 
 # ------------------------------------------------------------------------------------- references
 

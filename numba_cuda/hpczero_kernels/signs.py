@@ -25,22 +25,11 @@ from torch.nn import functional
 from hpczero_kernels.cpu import INLINE, Pool, address_of, bits_as, inner, pointer
 from hpczero_kernels.cpu_signs import add_signed, put_signed, sign_byte
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose, is_like
+from hpczero_kernels.message_sizes import SIGN_BLOCK, sign_blocks, sign_bytes
 from hpczero_kernels.sources import named_by_sources
 
-SIGN_BLOCK = 2048  # elements of one scale
 _CHUNK = 64 * SIGN_BLOCK  # elements of a reference's temporary tensors
 _LANES = 64  # partial sums: as many as vector registers hold
-
-
-def sign_bytes(count: int) -> int:
-    """Return the bytes of the signs of so many elements."""
-    return -(-count // 8)
-
-
-def sign_blocks(count: int) -> int:
-    """Return the scales of so many elements."""
-    return -(-count // SIGN_BLOCK)
-
 
 # ------------------------------------------------------------------------------------- references
 
@@ -200,44 +189,30 @@ def _pack_signs(values, error, variance, packed, scales, start, stop):
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, uint64, uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
-def _unpack_signs(packed, scales, variance, values, start, stop):
-    """Unpack elements start .. stop - 1; `start` begins a block, tensors are addresses."""
-    sent = np.empty(SIGN_BLOCK, np.float32)
-    while start < stop:
-        size = min(stop - start, uint64(SIGN_BLOCK))
-        _sum_of_workers(sent, packed, uint64(0), scales, uint64(0), uint64(1), start, size)
-        out = pointer(values + uint64(4) * start, float32)
-        if variance:
-            variances = pointer(variance + uint64(4) * start, float32)
-            for i in range(size):
-                out[i] = sent[i] if variances[i] != float32(0.0) else float32(0.0)
-        else:
-            for i in range(size):
-                out[i] = sent[i]
-        start += uint64(SIGN_BLOCK)
-
-
-@njit(
-    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
-def _average_signs(packed, row, scales, scales_row, workers, factor, average, start, stop):
+def _average_signs(
+    packed, row, scales, scales_row, workers, factor, variance, average, start, stop
+):  # fmt: skip
     """Average elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
-    `row` and `scales_row` are the bytes from one worker's to the next one's.
+    `row` and `scales_row` are the bytes from one worker's to the next one's. Where there is a
+    variance (else 0), elements whose variance is 0 become 0.
     """
     total = np.empty(SIGN_BLOCK, np.float32)
     while start < stop:
         size = min(stop - start, uint64(SIGN_BLOCK))
         _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size)
         out = pointer(average + uint64(4) * start, float32)
-        for i in range(size):
-            out[i] = total[i] * factor
+        if variance:
+            variances = pointer(variance + uint64(4) * start, float32)
+            for i in range(size):
+                out[i] = total[i] * factor if variances[i] != float32(0.0) else float32(0.0)
+        else:
+            for i in range(size):
+                out[i] = total[i] * factor
         start += uint64(SIGN_BLOCK)
 
 
@@ -284,9 +259,7 @@ def unpack_signs(
 
         signs.unpack_signs(packed, scales, variance, values)
     elif implementation == NUMBA:
-        message = (address_of(packed), address_of(scales))
-        arguments = (*message, 0 if variance is None else address_of(variance), address_of(values))
-        pool.run(partial(_unpack_signs, *arguments), values.numel())
+        _average_on_cpu(packed.unsqueeze(0), scales.unsqueeze(0), variance, values, pool)
     else:
         unpack_signs_reference(packed, scales, variance, values)
 
@@ -297,8 +270,7 @@ def average_signs(packed: Tensor, scales: Tensor, average: Tensor, pool: Pool = 
     packed: [workers, sign_bytes], scales: [workers, sign_blocks]; rows may lie apart, as in
     messages of both.
     """
-    workers = len(packed)
-    assert workers == len(scales) > 0, (packed.shape, scales.shape)
+    assert len(packed) == len(scales) > 0, (packed.shape, scales.shape)
     _check(average)
     _check_message(packed, scales, average)
     implementation = choose("signs", average)
@@ -307,11 +279,18 @@ def average_signs(packed: Tensor, scales: Tensor, average: Tensor, pool: Pool = 
 
         signs.average_signs(packed, scales, average)
     elif implementation == NUMBA:
-        rows = (packed.data_ptr(), packed.stride(0), scales.data_ptr(), 4 * scales.stride(0))
-        arguments = (*rows, workers, 1 / workers, address_of(average))
-        pool.run(partial(_average_signs, *arguments), average.numel())
+        _average_on_cpu(packed, scales, None, average, pool)
     else:
         average_signs_reference(packed, scales, average)
+
+
+def _average_on_cpu(
+    packed: Tensor, scales: Tensor, variance: Tensor | None, average: Tensor, pool: Pool
+) -> None:
+    workers = len(packed)
+    rows = (packed.data_ptr(), packed.stride(0), scales.data_ptr(), 4 * scales.stride(0))
+    others = (0 if variance is None else address_of(variance), address_of(average))
+    pool.run(partial(_average_signs, *rows, workers, 1 / workers, *others), average.numel())
 
 
 def _check(values: Tensor, *others: Tensor | None) -> None:
