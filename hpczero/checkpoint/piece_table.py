@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.parallel.layout import Slices, UnitLayout
+from hpczero.parallel.layout import Slices, UnitLayout, storing_replicas
 
 Array = np.ndarray[Any, Any]
 
@@ -55,14 +55,8 @@ class Span:
 
 def stored_by_others(units: Sequence[UnitLayout], replicas: int, replica: int) -> set[str]:
     """Return the units, by name, that other replicas store; each stores about as much."""
-    loads = [0] * replicas
-    elsewhere = set()
-    for unit in units:
-        storing = loads.index(min(loads))
-        loads[storing] += unit.shard_size
-        if storing != replica:
-            elsewhere.add(unit.name)
-    return elsewhere
+    storing = storing_replicas([unit.shard_size for unit in units], replicas)
+    return {unit.name for unit, by in zip(units, storing, strict=True) if by != replica}
 
 
 def stored_spans(holding: RankShard) -> Iterator[Span]:

@@ -118,11 +118,7 @@ class Grid:
             shards = self._data_ranks_on_nodes
         assert isinstance(shards, int)
         if data % shards:
-            near = join_words(list(map(str, _nearest_divisors(data, shards, data))), "or")
-            raise InputError(
-                f"zero.shard_ranks = {shards} does not divide the {format_count(data, 'data rank')}"
-                f': take {near}, "node" or "all"'
-            )
+            raise InputError(impossible_shards(data, shards))
         return self.divided("data", {"shard": shards, "replica": data // shards})
 
     @cached_property
@@ -218,6 +214,15 @@ def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = 
         fixes.append(" and ".join(f"parallel.{axis} = {size}" for axis, size in sizes))
     given = f"the {format_count(ranks, 'rank')} given"
     return f"{product}{equals} does not divide {given}: use {', or '.join(fixes)}"
+
+
+def impossible_shards(data: int, shards: int) -> str:
+    """Say that data ranks do not divide so, and what would work."""
+    near = join_words(list(map(str, _nearest_divisors(data, shards, data))), "or")
+    return (
+        f"zero.shard_ranks = {shards} does not divide the {format_count(data, 'data rank')}"
+        f': take {near}, "node" or "all"'
+    )
 
 
 def _wanted(parallel: Parallel) -> dict[str, int]:

@@ -6,7 +6,7 @@ the other in a flat buffer, each beginning at a multiple of 64 elements. The buf
 Of a parameter that tensor parallelism cuts, the buffer has this tensor rank's part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -149,6 +149,16 @@ def shard_range(length: int, grain: int, ranks: int, rank: int) -> slice:
     first = rank * grains + min(rank, more)
     last = first + grains + (rank < more)
     return slice(min(first * grain, length), min(last * grain, length))
+
+
+def storing_replicas(sizes: Sequence[int], replicas: int) -> list[int]:
+    """Return which replica stores each unit, given the sizes of their shards; each as much."""
+    loads = [0] * replicas
+    storing = []
+    for size in sizes:
+        storing.append(loads.index(min(loads)))
+        loads[storing[-1]] += size
+    return storing
 
 
 def spans_of_part(shape: tuple[int, ...], part: Slices, start: int, stop: int) -> Iterator[slice]:

@@ -1,12 +1,13 @@
 """Memory that a job will need: bytes by kind on each rank and on a node (pure).
 
 The model's states are what the engine allocates (`parallel.states`), to the byte. Per parameter in
-half precision, with N data ranks and g = 2 bytes of gradient for one micro-batch, 4 (fp32
-accumulators) for several, they come close to (ZeRO, Rajbhandari et al. 2020)
+half precision, with N data ranks that have one copy of them (zero.shard_ranks) and g = 2 bytes of
+gradient for one micro-batch, 4 (fp32 accumulators) for several, they come close to (ZeRO,
+Rajbhandari et al. 2020)
 
     stage 0: 14 + g     stage 1: 2 + g + 12/N     stage 2: 2 + (g + 12)/N     stage 3: (14 + g)/N
 
-besides the slots for gradients, or weights, in flight. If the R data ranks of a node share the
+besides the slots for gradients, or weights, in flight. If the R of them on a node share the
 weights, their 2 becomes 2/R, at stage 3 too. Counted are the layers of the rank's pipeline stage,
 and of these the shard of its tensor rank.
 
@@ -27,7 +28,7 @@ from hpczero.comm.grid import Grid
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known
 from hpczero.model.shapes import Layer, Moments
-from hpczero.parallel.layout import ALIGNMENT, UnitLayout
+from hpczero.parallel.layout import ALIGNMENT, UnitLayout, storing_replicas
 from hpczero.parallel.pipeline.partition import (
     Chunks,
     LayoutCache,
@@ -111,7 +112,7 @@ class _Held(NamedTuple):
     units: list[UnitLayout]
     around: int  # of those that are in use while others are
     largest: int
-    shards: int
+    stored: int  # of the shards that it stores, or another replica that stores more
     ties: bool
 
 
@@ -198,7 +199,7 @@ class Parts:
             spec.train.global_batch, spec.train.micro_batch, place.data_ranks
         )
         cut = parallel.pipeline, parallel.chunks, parallel.tensor
-        part = cut, place.data_ranks, place.stage, place.tensor_rank
+        part = cut, place.shards, place.replicas, place.stage, place.tensor_rank
         held = self._once(self._held, part, spec, place)
         sharing = place.on_node if place.shared else 0
         by = part, sharing, zero.stage, zero.offload, micro_batches > 1
@@ -214,7 +215,7 @@ class Parts:
             "communication": self._buffers(spec, place, held, samples),
             **of_blocks,
             "pipeline": messages * message * element_bytes(spec),
-            "checkpoint copy": copied * held.shards,
+            "checkpoint copy": copied * held.stored,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
             "runtime": RUNTIME,
         }
@@ -225,7 +226,7 @@ class Parts:
 
     def _held(self, spec: Spec, place: Placement) -> _Held:
         layers = list(chain.from_iterable(self.chunks(spec)[place.stage]))
-        ranks = place.data_ranks, spec.parallel.tensor
+        ranks = place.shards, spec.parallel.tensor
         layouts = self._once(LayoutCache, ranks, *ranks)
         units = layouts.of(layers, place.tensor_rank)
         around = layouts.of([layer for layer in layers if layer.around], place.tensor_rank)
@@ -233,7 +234,7 @@ class Parts:
             units,
             sum(unit.size for unit in around),
             max(unit.size for unit in units),
-            sum(unit.shard_size for unit in units),
+            _most_stored([unit.shard_size for unit in units], place.replicas),
             any(isinstance(layer, Tied) for layer in layers),
         )
 
@@ -267,27 +268,28 @@ class Parts:
     def _buffers(self, spec: Spec, place: Placement, held: _Held, samples: int) -> int:
         """Return the most bytes of communication buffers.
 
-        The data ranks have two (with torch.distributed one) if their gradients leave the node or
-        are not shared, the tensor ranks one, tied embeddings one. On GPUs none is larger than its
-        largest tensor needs.
+        The data ranks that have one copy of the states have two (with torch.distributed one) if
+        their gradients leave the node or are not shared, replicas as many, the tensor ranks one,
+        tied embeddings one. On GPUs none is larger than its largest tensor needs.
         """
         platform = self.platform
-        ranks = place.data_ranks
+        ranks = place.shards
         tensor = spec.parallel.tensor
         bucket = bucket_bytes(spec.zero, platform.device)
         width = element_bytes(spec)
 
         def buffer(ranks: int, size: int) -> int:
-            if not platform.on_gpus:
-                return bucket
+            if not platform.on_gpus or ranks == 1:
+                return bucket * (ranks > 1)
             slots = 4 * ranks if platform.native else 2 * (ranks - 1)
             return min(bucket, slots * (-(-size // ranks) + BLOCK * width))
 
         sends = place.on_node < ranks if place.shared else ranks > 1
-        of_data = (1 if platform.native else 2) * buffer(ranks, held.largest * width)
+        largest = held.largest * width
+        of_data = buffer(ranks, largest) * sends + buffer(place.replicas, largest // ranks)
         activation = samples * spec.seq_len * spec.model.hidden * width
-        of_tensor = buffer(tensor, activation) if tensor > 1 else 0
-        return of_data * sends + of_tensor + held.ties * bucket
+        of_tensor = buffer(tensor, activation)
+        return (1 if platform.native else 2) * of_data + of_tensor + held.ties * bucket
 
     def _activations(
         self, spec: Spec, stage: int, samples: int, micro_batches: int
@@ -347,6 +349,13 @@ class Parts:
             memory.loss_chunk,
         )
         return self._once(moments_of, key, spec, samples, chunk, kernels, blocks_here)
+
+
+def _most_stored(sizes: Sequence[int], replicas: int) -> int:
+    stored = [0] * replicas
+    for size, replica in zip(sizes, storing_replicas(sizes, replicas), strict=True):
+        stored[replica] += size
+    return max(stored)
 
 
 def states_of_a_parameter(spec: Spec, stage: int, data_ranks: int) -> float:

@@ -1,4 +1,7 @@
-"""The data ranks of each node: how many there are, and what they share (pure)."""
+"""The data ranks of each node: how many there are, and what they share (pure).
+
+Only ranks that have one copy of the states, shards of it, share memory.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,13 +14,18 @@ from hpczero.spec.schema import Spec
 
 @dataclass(frozen=True)
 class Placement:
-    """The data ranks of one node that have the same part of the model."""
+    """The data ranks of one node that have shards of one copy of the same part of the model."""
 
-    data_ranks: int  # on all nodes
+    shards: int  # ranks on all nodes
     on_node: int  # of them, on this node
-    shared: bool  # a node's ranks share one copy of the weights
+    shared: bool  # these share one copy of the weights
     stage: int = 0
     tensor_rank: int = 0
+    replicas: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.shards * self.replicas
 
     def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
         """Return a rank's bytes by kind, with an equal part of the weights that a node shares."""
@@ -31,24 +39,30 @@ def nodes_of_ranks(ranks_on_nodes: Mapping[int, int]) -> list[int]:
 
 
 def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
-    """Return node -> one placement for each part of the model that its ranks have."""
+    """Return node -> one placement for each copy of each part of the model that its ranks have."""
     by_node: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
-    for group in grid.groups("data"):
+    for group in _divided(spec, grid).groups("shard"):
         for node, place in _on_nodes(spec, grid, group).items():
             by_node[node].append(place)
     return by_node
 
 
 def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
-    return _on_nodes(spec, grid, grid.ranks(rank, "data"))[grid.node_of_rank[rank]]
+    group = _divided(spec, grid).ranks(rank, "shard")
+    return _on_nodes(spec, grid, group)[grid.node_of_rank[rank]]
+
+
+def _divided(spec: Spec, grid: Grid) -> Grid:
+    return grid.shards_and_replicas(spec.zero.shard_ranks)
 
 
 def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
-    """Return node -> placement of its ranks in a data group, which has one part of the model."""
+    """Return node -> placement of its ranks in a group, which has one copy of one part."""
     on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
     part_of_model = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
     shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
+    replicas = grid.size("data") // len(group)
     return {
-        node: Placement(len(group), count, shared, *part_of_model)
+        node: Placement(len(group), count, shared, *part_of_model, replicas)
         for node, count in on_nodes.items()
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import NamedTuple
 
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.links import Links
@@ -14,10 +15,19 @@ from hpczero.planner.spread import Spread
 from hpczero.planner.step_costs import Edge, Seconds
 from hpczero.planner.step_work import Repeated, StepWork
 from hpczero.planner.work import Alike
+from hpczero.spec.rules import AXES
 
 _GIGA, _MILLI, _MICRO = 1e9, 1e-3, 1e-6
 _USUALLY_HIDDEN = 0.7  # a guess
 _GATHERS_ONCE_MORE = 1.5  # a backward's sum by a forward's, with sequence parallelism
+
+
+class _Exchange(NamedTuple):
+    """Seconds of a stage's data ranks in a step."""
+
+    reduced: float  # among those that have one copy of the states
+    gathered: float
+    joined: float  # over replicas
 
 
 class Predicted:
@@ -36,7 +46,7 @@ class Predicted:
         self.links = self._once(Links.of, "", cluster, work.nodes)
         self._messages: dict[bool, float] = {}
         self._of_tensor: dict[int, tuple[float, float]] = {}
-        self._of_data: dict[int, tuple[float, float]] = {}
+        self._of_data: dict[int, _Exchange] = {}
 
     def hidden(self) -> float:
         """Return what the software is known for, what was measured where data's ranks lie, or what
@@ -175,16 +185,19 @@ class Predicted:
 
     # ------------------------------------------------------------------------ the data axis
 
-    def _exchanged(self, stage: int) -> tuple[float, float]:
-        """Return the seconds of all of a step's reduce_scatters, and of its all_gathers."""
+    def _exchanged(self, stage: int) -> _Exchange:
         if stage not in self._of_data:
-            spread = self.work.spreads["data"]
             traffic = self.work.traffic(stage)
-            reduced, gathered = (
-                self._collective(each.operation, each.sent, spread, each.count)
-                for each in (traffic.reduced, traffic.gathered)
+            reduced, gathered, joined = (
+                self._collective(each.operation, each.sent, self.work.spreads[axis], each.count)
+                for each, axis in (
+                    (traffic.reduced, "shard"),
+                    (traffic.gathered, "shard"),
+                    (traffic.joined, "replica"),
+                )
             )
-            self._of_data[stage] = reduced + self._read_in_windows(traffic.read), gathered
+            reduced += self._read_in_windows(traffic.read)
+            self._of_data[stage] = _Exchange(reduced, gathered, joined)
         return self._of_data[stage]
 
     def _read_in_windows(self, size: float) -> float:
@@ -197,7 +210,7 @@ class Predicted:
         What is waited for, at the ends of a step, is apart (`weights`, `gradients`).
         """
         work = self.work
-        reduced, gathered = self._exchanged(stage)
+        reduced, gathered, _ = self._exchanged(stage)
         seconds = 0.0
         if work.sharded.parameters:
             seconds = gathered / 2
@@ -210,12 +223,12 @@ class Predicted:
         held = work.held[stage]
         return seconds * held.by_chunk[chunk] / held.all / work.batch.micro_batches
 
-    def _first(self, each: Repeated, stage: int, passes: int) -> float:
+    def _first(self, each: Repeated, stage: int, passes: int, axis: str = "shard") -> float:
         """Return the seconds of the first layer's unit, in one of so many passes over all units."""
         held = self.work.held[stage]
         share = held.first / held.all / passes
         sent = Sent(int(each.sent.inside * share), int(each.sent.between * share))
-        return self._collective(each.operation, sent, self.work.spreads["data"])
+        return self._collective(each.operation, sent, self.work.spreads[axis])
 
     def _first_gathered(self, stage: int) -> float:
         work = self.work
@@ -233,7 +246,7 @@ class Predicted:
         The first unit is waited for: at stage 3 that of the first forward.
         """
         work = self.work
-        _, gathered = self._exchanged(stage)
+        gathered = self._exchanged(stage).gathered
         hides = self.software.hides_weights
         offload = self._offload(stage) if work.is_elsewhere and hides else 0.0
         if work.sharded.parameters:
@@ -246,17 +259,20 @@ class Predicted:
         return Edge(first, gathered - first, offload)
 
     def gradients(self, stage: int) -> Edge:
-        """Return the sums of the last backward: that of the first layer's unit is waited for."""
+        """Return the sums of the last backward: that of the first layer's unit is waited for.
+
+        Sums over replicas begin as those of a replica end.
+        """
         work = self.work
-        reduced, gathered = self._exchanged(stage)
+        reduced, gathered, joined = self._exchanged(stage)
         first = self._first_reduced(stage)
-        if work.sharded.gradients:
-            return Edge(first)
-        total = reduced
+        total = first if work.sharded.gradients else reduced
         if not work.sharded.optimizer:
             total, first = total + gathered, first + self._first_gathered(stage)
+        total += joined
         if not self.software.hides_reduction:
             return Edge(total)
+        first += self._first(work.traffic(stage).joined, stage, 1, "replica")
         first = min(total, first)
         return Edge(first, total - first)
 
@@ -281,7 +297,7 @@ class Predicted:
         if work.is_elsewhere and not self.software.hides_weights:
             offload = max(map(self._offload, set(work.like)))
         small = sum(
-            self._collective("all_reduce", Sent(), spread) for spread in work.spreads.values()
+            self._collective("all_reduce", Sent(), work.spreads[axis]) for axis in (*AXES, "world")
         )
         tied = (
             self._collective("all_reduce", sent, work.spreads["pipeline"])
@@ -303,6 +319,7 @@ class Predicted:
         if not 0 < every < work.spec.train.steps or files is None:
             return 0.0
         states = max(held.shards for held in work.held) * work.platform.update.of_element
+        states /= work.spreads["replica"].ranks  # each writes a part
         write = states * work.nodes.most / (files.node_gb_s * _GIGA)
         if files.all_gb_s:
             write = max(write, states * work.nodes.ranks / (files.all_gb_s * _GIGA))

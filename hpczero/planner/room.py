@@ -138,14 +138,15 @@ class Room:
         parallel, zero = spec.parallel, spec.zero
         grid = parallel.tensor, parallel.pipeline, parallel.order
         alike = parallel.chunks, parallel.sequence_parallel, spec.memory.recompute_every
-        key = grid, alike, zero.stage == 3, zero.node_shared
+        key = grid, alike, zero.stage == 3, zero.node_shared, zero.shard_ranks
         if key not in self._kinds:
             self._kinds[key] = self._count_kinds(spec)
         return self._kinds[key]
 
     def _placed(self, spec: Spec, grid: object) -> _Kinds:
         """Return the placements on each kind of node, one for each rank that shares nothing."""
-        key = grid, spec.zero.stage == 3, spec.zero.node_shared
+        zero = spec.zero
+        key = grid, zero.stage == 3, zero.node_shared, zero.shard_ranks
         if key not in self._places:
             if grid not in self._grids:
                 self._grids[grid] = Grid.build(spec.parallel, self.nodes.node_of_rank)

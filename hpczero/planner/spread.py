@@ -4,15 +4,17 @@ It says the same as `comm.grid.Grid` where every node has as many ranks. Of grou
 different ways on the nodes the slowest counts: the one on most nodes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, permutations
+from math import gcd
 
-from hpczero.comm.grid import impossible
+from hpczero.comm.grid import impossible, impossible_shards
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.data_volumes import norms
 from hpczero.planner.sent import GroupVolumes, RepeatedRanks
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.rules import AXES, axes_in_order
@@ -43,18 +45,43 @@ class Spread:
 
 
 @lru_cache(maxsize=4096)
-def spreads(sizes: tuple[tuple[str, int], ...], nodes: Allocation) -> dict[str, Spread]:
-    """Return axis -> its slowest group; `sizes` are those of the axes, innermost first."""
+def spreads(
+    sizes: tuple[tuple[str, int], ...], nodes: Allocation, shard_ranks: int | str = "all"
+) -> dict[str, Spread]:
+    """Return axis -> its slowest group; `sizes` are those of the axes, innermost first.
+
+    Besides them there are "shard" and "replica", into which `shard_ranks` divides the data ranks.
+    """
     found = {}
     stride = 1
     for axis, size in sizes:
-        groups = {_on_nodes(first, stride, size, nodes) for first in _firsts(stride, size, nodes)}
-        on_nodes = max(groups, key=lambda each: (len(each), -min(each), each))
-        most = max(on_nodes)
-        found[axis] = Spread(size, on_nodes, max(1, nodes.most // most))
+        found[axis] = _slowest(stride, size, nodes)
+        if axis == "data":
+            shards = _shards(shard_ranks, stride, size, nodes)
+            found["shard"] = _slowest(stride, shards, nodes)
+            found["replica"] = _slowest(stride * shards, size // shards, nodes)
         stride *= size
     found["world"] = Spread(nodes.ranks, _on_nodes(0, 1, nodes.ranks, nodes))
     return found
+
+
+def _slowest(stride: int, size: int, nodes: Allocation) -> Spread:
+    groups = {_on_nodes(first, stride, size, nodes) for first in _firsts(stride, size, nodes)}
+    on_nodes = max(groups, key=lambda each: (len(each), -min(each), each))
+    return Spread(size, on_nodes, max(1, nodes.most // max(on_nodes)))
+
+
+def _shards(shard_ranks: int | str, stride: int, data: int, nodes: Allocation) -> int:
+    """Return the data ranks that have one copy, as `Grid.shards_and_replicas` divides them."""
+    if shard_ranks == "all" or (shard_ranks == "node" and nodes.count == 1):
+        return data
+    if shard_ranks == "node":  # a node's end may divide neighbours along the axis anywhere, or not
+        each = nodes.ranks_per_node
+        return 1 if each % stride else gcd(data, each // stride)
+    assert isinstance(shard_ranks, int)
+    if data % shard_ranks:
+        raise InputError(impossible_shards(data, shard_ranks))
+    return shard_ranks
 
 
 def _firsts(stride: int, size: int, nodes: Allocation) -> Iterator[int]:
@@ -105,29 +132,36 @@ class _Between:
 
     def __init__(self, spec: Spec, nodes: Allocation, data_ranks: int) -> None:
         self._nodes = nodes
-        self._pipeline = spec.parallel.pipeline
+        self._shard_ranks = spec.zero.shard_ranks
+        self._stages = range(spec.parallel.pipeline)
         self._volumes = Volumes(spec, layers(spec.model), data_ranks)
 
     def total(self, sizes: tuple[tuple[str, int], ...]) -> int:
-        found = spreads(sizes, self._nodes)
+        found = spreads(sizes, self._nodes, self._shard_ranks)
+        divided = found["replica"].ranks > 1
+        axes = [axis for axis, _ in sizes] + ["shard", "replica"] * divided
         return sum(
-            self._of_axis(axis, found[axis]) * (self._nodes.ranks // size)
-            for axis, size in sizes
-            if size > 1 and found[axis].nodes > 1
+            self._of_axis(axis, found) * (self._nodes.ranks // found[axis].ranks)
+            for axis in axes
+            if found[axis].ranks > 1 and found[axis].nodes > 1
         )
 
-    def _of_axis(self, axis: str, spread: Spread) -> int:
+    def _of_axis(self, axis: str, found: Mapping[str, Spread]) -> int:
         """Return the bytes of an axis's groups on average: those of the stages differ."""
-        volumes, on_nodes = self._volumes, spread.on_nodes
-        batches = volumes.batches(0)
+        volumes, on_nodes, shards = self._volumes, found[axis].on_nodes, found["shard"].ranks
+        batches, among_data = volumes.batches(0), volumes.among_data
         if axis == "pipeline":
-            return _between(volumes.of_pipeline(0, batches, on_nodes))
-        stages = range(self._pipeline)
-        if axis == "tensor":
-            sent = [_between(volumes.of_tensor(stage, batches, on_nodes)) for stage in stages]
-        else:
-            sent = [_between(volumes.of_data(stage, 0, on_nodes, True)) for stage in stages]
-        return sum(sent) // self._pipeline
+            return _between(volumes.of_pipeline(0, batches, on_nodes, shards))
+        if axis == "data" and found["replica"].ranks > 1:
+            return _between(norms(on_nodes))
+        ways = {
+            "tensor": lambda stage: volumes.of_tensor(stage, batches, on_nodes),
+            "data": lambda stage: among_data.of_data(stage, 0, on_nodes, True),
+            "shard": lambda stage: among_data.of_shards(stage, 0, on_nodes, True),
+            "replica": lambda stage: among_data.of_replicas(stage, 0, shards, on_nodes),
+        }
+        sent = [_between(ways[axis](stage)) for stage in self._stages]
+        return sum(sent) // len(sent)
 
 
 def _between(alike: Iterable[RepeatedRanks]) -> int:

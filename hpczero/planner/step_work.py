@@ -3,7 +3,7 @@
 They do not depend on the cluster, but for how many ranks its nodes have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,7 +18,7 @@ from hpczero.planner.activations import element_bytes, sent_to_host
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.once import Once
 from hpczero.planner.platform import Platform, as_run
-from hpczero.planner.sent import GroupVolumes, Sent
+from hpczero.planner.sent import GroupVolumes, RepeatedRanks, Sent
 from hpczero.planner.spread import in_order, spreads
 from hpczero.planner.volumes import Volumes
 from hpczero.planner.work import Alike, Batch, Part, layout_of, parts_of, passes
@@ -41,11 +41,13 @@ _NONE = Repeated("", 0, Sent())
 class DataTraffic:
     """The exchange of a stage's busiest data rank in a step.
 
-    `read`: bytes of other ranks' gradients in the memory of a node that shares them.
+    `joined`: sums of the shards over replicas. `read`: bytes of other ranks' gradients in the
+    memory of a node that shares them.
     """
 
     reduced: Repeated
     gathered: Repeated
+    joined: Repeated
     read: float = 0.0
 
 
@@ -83,8 +85,8 @@ class StepWork:
         self.spec = as_run(spec, platform.device)
         self.nodes, self.platform = nodes, platform
         self.once = once or Once()
-        self.spreads = spreads(in_order(self.spec, nodes), nodes)
-        data = self.spreads["data"]
+        self.spreads = spreads(in_order(self.spec, nodes), nodes, spec.zero.shard_ranks)
+        data, shard = self.spreads["data"], self.spreads["shard"]
         self.volumes = Volumes(self.spec, layers, data.ranks, self.once)
         self._batches = self.volumes.batches(data.ranks - 1)  # the last rank has the most
         self.batch = Batch.of(self._batches)
@@ -93,7 +95,7 @@ class StepWork:
         self._again = memory.recompute, memory.recompute_every
         by = self.cut, self._again
         self.parts = self.once(_parts_of_stages, by, self.volumes.chunks, spec)
-        self.shared = shares_nodes(self.spec.zero, data.on_nodes)
+        self.shared = shares_nodes(self.spec.zero, shard.on_nodes)
         self.sharded = Sharded.at_stage(spec.zero.stage, self.shared)
         self.precision = Precision(element_bytes(spec), self.batch.micro_batches > 1)
         # stage 3 gathers what was released, by each stage's own course: of those that are alike the
@@ -104,7 +106,7 @@ class StepWork:
         self._least: dict[int, int] = {}
         if gathers and bounds:
             self._least = {like: stage for stage, like in enumerate(alike)}
-        ranks, states = (data.ranks, parallel.tensor), (self.sharded, self.precision)
+        ranks, states = (shard.ranks, parallel.tensor), (self.sharded, self.precision)
         self.held = self.once(self._held, (self.cut, ranks, states))
         self.layout = layout_of(spec, self.batch.samples, platform.kernels)
 
@@ -132,7 +134,8 @@ class StepWork:
         return [of_first[like] for like in self.like]
 
     def _held_by(self, chunks: Chunks) -> Held:
-        by_chunk = [self.volumes.units.of(chunk) for chunk in chunks]
+        layouts = self.volumes.among_data.units(self.spreads["shard"].ranks)
+        by_chunk = [layouts.of(chunk) for chunk in chunks]
         units = list(chain.from_iterable(by_chunk))
         return Held(
             tuple(sum(unit.size for unit in each) for each in by_chunk),
@@ -214,10 +217,14 @@ class StepWork:
 
     def _message(self) -> float:
         on_nodes = self.spreads["pipeline"].on_nodes
-        operations, _ = next(iter(self.volumes.of_pipeline(0, self._batches, on_nodes)))
+        operations, _ = next(iter(self._of_pipeline(on_nodes)))
         sent = operations[0]["send"]
         messages = (2 * self.spec.parallel.chunks - 1) * self.batch.micro_batches
         return (sent.inside + sent.between) / messages
+
+    def _of_pipeline(self, on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
+        shards = self.spreads["shard"].ranks
+        return self.volumes.of_pipeline(0, self._batches, on_nodes, shards)
 
     @cached_property
     def node_of_stage(self) -> list[int]:
@@ -228,38 +235,44 @@ class StepWork:
     def ties(self) -> list[Sent]:
         """What each stage sends to sum gradients of tied parameters."""
         on_nodes = self.spreads["pipeline"].on_nodes
-        ranks = self.layout.tensor, self.spreads["data"].ranks
+        ranks = self.layout.tensor, self.spreads["shard"].ranks
         states = self.sharded, self.precision
         return self.once(self._ties, (self.cut, ranks, states, on_nodes), on_nodes)
 
     def _ties(self, on_nodes: tuple[int, ...]) -> list[Sent]:
         if not any(isinstance(layer, Tied) for layer in chain(*chain(*self.volumes.chunks))):
             return []
-        of_stages = self.volumes.of_pipeline(0, self._batches, on_nodes)
+        of_stages = self._of_pipeline(on_nodes)
         return [ranks[0]["all_reduce"] for ranks, _ in of_stages]
 
     # ------------------------------------------------------------------------ the data axis
 
     def traffic(self, stage: int) -> DataTraffic:
-        data, zero = self.spreads["data"], self.sharded
-        if data.ranks == 1:
-            return DataTraffic(_NONE, _NONE)
+        shard, replica, zero = self.spreads["shard"], self.spreads["replica"], self.sharded
         stage = self._least.get(self.like[stage], stage)
         passes = self.batch.micro_batches if zero.gradients else 1
         scheduled = self.spec.parallel.schedule if zero.parameters else ""
-        key = self.cut, scheduled, stage, self.layout.tensor, data.on_nodes, zero, passes
+        on_nodes = shard.on_nodes, replica.on_nodes
+        key = self.cut, scheduled, stage, self.layout.tensor, on_nodes, zero, passes
         return self.once(self._traffic, (key, self.shared), stage, passes)
 
     def _traffic(self, stage: int, passes: int) -> DataTraffic:
-        spread, held = self.spreads["data"], self.held[stage]
-        gathers = 2 * passes if self.sharded.parameters else 1
-        totals = GroupVolumes(self.volumes.of_data(stage, 0, spread.on_nodes, True)).totals
-        read = float(held.all * self.precision.weight * passes) if self.shared else 0.0
-        return DataTraffic(
-            Repeated("reduce_scatter", held.units * passes, totals["reduce_scatter"].rank),
-            Repeated("all_gather", held.units * gathers, totals["all_gather"].rank),
-            read,
-        )
+        shard, replica, held = self.spreads["shard"], self.spreads["replica"], self.held[stage]
+        among_data = self.volumes.among_data
+        reduced = gathered = joined = _NONE
+        if shard.ranks > 1:
+            totals = GroupVolumes(among_data.of_data(stage, 0, shard.on_nodes, True)).totals
+            sums, weights = (totals[name].rank for name in ("reduce_scatter", "all_gather"))
+            gathers = 2 * passes if self.sharded.parameters else 1
+            reduced = Repeated("reduce_scatter", held.units * passes, sums)
+            gathered = Repeated("all_gather", held.units * gathers, weights)
+        if replica.ranks > 1:
+            exchange = among_data.of_replicas(stage, 0, shard.ranks, replica.on_nodes)
+            sums = GroupVolumes(exchange).totals["all_reduce"].rank
+            joined = Repeated("all_reduce", held.units, sums)
+        shared = self.shared and shard.ranks > 1
+        read = float(held.all * self.precision.weight * passes) if shared else 0.0
+        return DataTraffic(reduced, gathered, joined, read)
 
     # ---------------------------------------------------------------------- after all backwards
 

@@ -14,6 +14,9 @@ data      for every unit of U bytes (a layer of the stage, its tensor shard, pad
           node_shared: nothing inside the node. Between M nodes, with R ranks on this one: one slice
           of R of every shard of another node (reduce_scatter), and M - 1 times the rank's own
           shard (all_gather); stage 3 as stage 2.
+shard     if the data ranks are S shards x R replicas: what data had, among the S ranks that have
+          one copy of the states; data has the norm alone.
+replica   an all_reduce of U/S for every unit: the sums of the shards, once.
 tensor    for every micro-batch: a block has two pairs of a column- and a row-parallel layer, each
           with an all_reduce S in forward (twice if it is recomputed) and one in backward; the
           embedding has one in forward, the head one in backward; the loss an all_reduce of 4 and
@@ -24,8 +27,8 @@ tensor    for every micro-batch: a block has two pairs of a column- and a row-pa
 pipeline  for every micro-batch: S at each boundary of chunks forward, and backward (with
           sequence_parallel the rank's part of it). A tied parameter: the stages that hold it have
           an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
-world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop. On all other
-          axes an all_gather of 8 N: the norm.
+world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop. On data, tensor
+          and pipeline an all_gather of 8 N: the norm.
 """
 
 from collections import Counter
@@ -33,7 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import groupby, permutations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpczero.comm.grid import Grid, impossible, node_slice, order_is_free
 from hpczero.comm.trace import evenly
@@ -45,17 +48,24 @@ from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
+from hpczero.planner.data_volumes import DataVolumes, norm, norms, runs, summed
 from hpczero.planner.once import Once
 from hpczero.planner.sent import GroupVolumes, Operations, RepeatedRanks, Sent, Total, merged
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
-_NORM = 8
-_DIGITS = 3  # of proportions that count as the same
 _AGREEMENT = 56
 _LOSS = (1, 2)  # fp32 numbers of each token: the largest logit; two sums
 
 Batches = tuple[tuple[int, int], ...]  # (samples, number of micro-batches with so many)
+
+
+class _At(NamedTuple):
+    """A grid, and for each axis along which ranks send that one of its divisions which has it."""
+
+    grid: Grid
+    grids: dict[str, Grid]
+    shards: int
 
 
 def resolved(spec: Spec, node_of_rank: Sequence[int]) -> Parallel:
@@ -104,34 +114,34 @@ class Volumes:
     ) -> None:
         self.spec = spec
         self.data_ranks = data_ranks
-        self._shares = once is not None
+        nearly = once is not None
         self._once = once = once or Once()
-        cut, tensor_ranks = (spec.parallel.pipeline, spec.parallel.chunks), spec.parallel.tensor
+        cut = spec.parallel.pipeline, spec.parallel.chunks
         self.chunks = once(partition.chunks_of_stages, cut, spec, layers)
         self._stages_of_ties = once(partition.stages_of_ties, cut, self.chunks)
-        ranks = data_ranks, tensor_ranks
-        self.units = once(partition.LayoutCache, ranks, *ranks)
+        self.among_data = DataVolumes(spec, self.chunks, data_ranks, once, nearly)
         self._width = element_bytes(spec)
         self._batch = spec.train.global_batch, spec.train.micro_batch
-        self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
         self._known: dict[object, GroupVolumes] = {}
         self._batches_of: dict[int, Batches] = {}
 
     def of_rank(self, grid: Grid, rank: int) -> dict[str, dict[str, Sent]]:
         """Return axis -> operation -> bytes that this rank sends."""
-        groups = {axis: grid.ranks(rank, axis) for axis in AXES} | {"world": grid.rank_at_place}
+        at = self._at(grid)
+        groups = {axis: of.ranks(rank, axis) for axis, of in at.grids.items()}
         volumes = {}
-        for axis, group in groups.items():
-            operations = self._of_group(grid, axis, group).of(group.index(rank))
+        for axis, group in (groups | {"world": grid.rank_at_place}).items():
+            operations = self._of_group(at, axis, group).of(group.index(rank))
             volumes[axis] = {name: sent for name, sent in operations.items() if sent != Sent()}
         return {axis: operations for axis, operations in volumes.items() if operations}
 
     def totals(self, grid: Grid) -> dict[str, dict[str, Total]]:
         """Return axis -> operation -> bytes sent, at most by a rank and by all."""
-        groups = {axis: grid.groups(axis) for axis in AXES} | {"world": iter([grid.rank_at_place])}
+        at = self._at(grid)
+        groups = {axis: of.groups(axis) for axis, of in at.grids.items()}
         volumes = {
-            axis: _of_groups(Counter(self._of_group(grid, axis, group) for group in groups[axis]))
-            for axis in groups
+            axis: _of_groups(Counter(self._of_group(at, axis, group) for group in of_axis))
+            for axis, of_axis in (groups | {"world": iter([grid.rank_at_place])}).items()
         }
         return {axis: totals for axis, totals in volumes.items() if totals}
 
@@ -140,23 +150,35 @@ class Volumes:
         operations = self.totals(grid).values()
         return sum(total.all.between for totals in operations for total in totals.values())
 
-    def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> GroupVolumes:
+    def _at(self, grid: Grid) -> _At:
+        divided = grid.shards_and_replicas(self.spec.zero.shard_ranks)
+        grids = dict.fromkeys(AXES, grid)
+        if divided.size("replica") > 1:
+            grids |= dict.fromkeys(("shard", "replica"), divided)
+        return _At(grid, grids, divided.size("shard"))
+
+    def _of_group(self, at: _At, axis: str, group: Sequence[int]) -> GroupVolumes:
         """Return the volumes of a group, computed once for all groups that are alike."""
+        grid = at.grid
         nodes = list(map(grid.node_of_rank.__getitem__, group))  # in order
         on_nodes: tuple[int, ...] = (len(nodes),)
         if nodes[0] != nodes[-1]:
             on_nodes = tuple(len(list(same)) for _, same in groupby(nodes))
         coordinate = partial(grid.coordinate, group[0])
-        if axis == "data":
-            cut_alike = grid.nodes_cut_data_alike
-            place = coordinate("pipeline"), coordinate("tensor")
-            key: tuple[Any, ...] = (self.of_data, *place, on_nodes, cut_alike)
+        place = coordinate("pipeline"), coordinate("tensor")
+        among_data = self.among_data
+        if axis == "data" and "replica" in at.grids:
+            key: tuple[Any, ...] = norms, on_nodes
+        elif axis in ("data", "shard"):
+            of = among_data.of_data if axis == "data" else among_data.of_shards
+            key = of, *place, on_nodes, grid.nodes_cut_data_alike
+        elif axis == "replica":
+            key = among_data.of_replicas, *place, at.shards, on_nodes
         elif axis == "tensor":
-            batches = self.batches(coordinate("data"))
-            key = self.of_tensor, coordinate("pipeline"), batches, on_nodes
+            key = self.of_tensor, place[0], self.batches(coordinate("data")), on_nodes
         elif axis == "pipeline":
             batches = self.batches(coordinate("data"))
-            key = self.of_pipeline, coordinate("tensor"), batches, on_nodes
+            key = self.of_pipeline, place[1], batches, on_nodes, at.shards
         else:
             assert axis == "world", f"nothing says what is sent along the axis {axis}"
             key = self._world, on_nodes
@@ -176,76 +198,9 @@ class Volumes:
 
     def _world(self, on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
         ranks = sum(on_nodes)
-        for count, nodes in _runs(on_nodes):
+        for count, nodes in runs(on_nodes):
             agreement = Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))
             yield [{"all_reduce": agreement}], count * nodes
-
-    def of_data(
-        self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
-    ) -> Iterator[RepeatedRanks]:
-        shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
-        sharded = Sharded.at_stage(self.spec.zero.stage, shared)
-        ranks = self.data_ranks
-        sizes = tuple(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
-        once = Counter(sizes)
-        sums = self._micro_batches if sharded.gradients else 1
-        reduced = {size: times * sums for size, times in once.items()}
-        gathers = self._gathers(stage, sizes) if sharded.parameters else once
-        if shared:
-            yield from self._node_shared(reduced, gathers, on_nodes)
-            return
-        for count, nodes in _runs(on_nodes):
-            elsewhere = ranks - count
-            sent = {size: Sent(*evenly(size * self._width, ranks, elsewhere)) for size in once}
-            weights = _sum(sent[size] * times for size, times in gathers.items())
-            operations = {
-                "reduce_scatter": _sum(sent[size] * times for size, times in reduced.items()),
-                "all_gather": weights + _norm(ranks, elsewhere),
-            }
-            yield [operations], count * nodes
-
-    def _node_shared(
-        self, reduced: Mapping[int, int], gathers: Mapping[int, int], on_nodes: Sequence[int]
-    ) -> Iterator[RepeatedRanks]:
-        """Yield the volumes of data ranks whose nodes share states (maps: unit's size -> times)."""
-        ranks = self.data_ranks
-        others = len(on_nodes) - 1
-        weights = _sum(
-            Sent(0, others * size // ranks * self._width) * times for size, times in gathers.items()
-        )
-        for count, nodes in _runs(on_nodes):
-            elsewhere = ranks - count
-            gathered = weights + _norm(ranks, elsewhere)
-            node: list[Operations] = []
-            for index in range(count):
-                sums = 0
-                for size, times in reduced.items():
-                    part = node_slice(size // ranks, count, index)
-                    sums += elsewhere * (part.stop - part.start) * self._width * times
-                node.append({"reduce_scatter": Sent(0, sums), "all_gather": gathered})
-            yield node, nodes
-
-    def _gathers(self, stage: int, sizes: tuple[int, ...]) -> Counter[int]:
-        parallel, count = self.spec.parallel, self._micro_batches
-        cut = parallel.pipeline, parallel.chunks, parallel.schedule
-        roughly = self._gathers_alike if self._shares else None
-        key = cut, stage, sizes, count
-        by = self.chunks[stage], sizes, parallel, stage, count, roughly
-        return self._once(gathers_in_step, key, *by)
-
-    def _gathers_alike(
-        self,
-        chunks: partition.Chunks,
-        sizes: Sequence[int],
-        parallel: Parallel,
-        stage: int,
-        micro_batches: int,
-    ) -> Counter[int]:
-        """Return unit -> its all-gathers, of units whose sizes are in the same proportions."""
-        cut = parallel.pipeline, parallel.chunks, parallel.schedule
-        alike = tuple(round(size / max(sizes), _DIGITS) for size in sizes)
-        key = cut, stage, micro_batches, alike
-        return self._once(gathers, key, chunks, sizes, parallel, stage, micro_batches)
 
     def of_tensor(
         self, stage: int, batches: Batches, on_nodes: Sequence[int]
@@ -256,9 +211,9 @@ class Volumes:
             for samples, times in batches
             for message in self.tensor_messages(stage, samples, times)
         ]
-        for count, nodes in _runs(on_nodes):
+        for count, nodes in runs(on_nodes):
             elsewhere = ranks - count
-            operations = {"all_gather": _norm(ranks, elsewhere)}
+            operations = {"all_gather": norm(ranks, elsewhere)}
             for operation, size, times in messages:
                 sent = Sent(*evenly(size, ranks, elsewhere)) * times
                 operations[operation] = operations.get(operation, Sent()) + sent
@@ -306,7 +261,7 @@ class Volumes:
                     yield "all_reduce", 2 * numbers * 4 * rows, times * count
 
     def of_pipeline(
-        self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]
+        self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int], shards: int
     ) -> Iterator[RepeatedRanks]:
         stages = self.spec.parallel.pipeline
         last = stages - 1
@@ -321,24 +276,23 @@ class Volumes:
             sent = _directly(onward, node != nodes[(stage + 1) % stages])
             operations = {
                 "send": sent + _directly(back, node != nodes[stage - 1]),
-                "all_reduce": _sum(self._tied(stage, tensor_rank, nodes)),
-                "all_gather": _norm(stages, stages - on_nodes[node]),
+                "all_reduce": summed(self._tied(stage, tensor_rank, nodes, shards)),
+                "all_gather": norm(stages, stages - on_nodes[node]),
             }
             yield [operations], 1
 
-    def _tied(self, stage: int, tensor_rank: int, nodes: Sequence[int]) -> Iterator[Sent]:
+    def _tied(
+        self, stage: int, tensor_rank: int, nodes: Sequence[int], shards: int
+    ) -> Iterator[Sent]:
         """Yield the bytes of each tied parameter's all_reduce over the stages that hold it."""
         sharded = Sharded.at_stage(self.spec.zero.stage, node_shared=False)
-        width = 4 if sharded.gradients and self._micro_batches > 1 else self._width
+        width = 4 if sharded.gradients and self.among_data.micro_batches > 1 else self._width
         tied = [layer for layer in self._layers(stage) if isinstance(layer, partition.Tied)]
-        for layer, layout in zip(tied, self.units.of(tied, tensor_rank), strict=True):
+        layouts = self.among_data.units(shards).of(tied, tensor_rank)
+        for layer, layout in zip(tied, layouts, strict=True):
             holders = [nodes[holder] for holder in self._stages_of_ties[layer.name]]
             elsewhere = sum(node != nodes[stage] for node in holders)
             yield Sent(*evenly(2 * layout.shard_size * width, len(holders), elsewhere))
-
-
-def _norm(ranks: int, elsewhere: int) -> Sent:
-    return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
 
 
 def _of_groups(groups: Mapping[GroupVolumes, int]) -> dict[str, Total]:
@@ -348,16 +302,6 @@ def _of_groups(groups: Mapping[GroupVolumes, int]) -> dict[str, Total]:
         for name, total in members.totals.items()
     )
     return {name: total for name, total in merged(counted).items() if total.all != Sent()}
-
-
-def _runs(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (ranks on a node, number of consecutive nodes with as many)."""
-    for count, nodes in groupby(on_nodes):
-        yield count, len(list(nodes))
-
-
-def _sum(sent: Iterable[Sent]) -> Sent:
-    return reduce(Sent.__add__, sent, Sent())
 
 
 def _directly(size: int, elsewhere: bool) -> Sent:

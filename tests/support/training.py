@@ -97,7 +97,8 @@ class LearnableSource(SyntheticSource):
 
 def train(world: World, spec: Spec) -> Record:
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    group = world.group("data", grid.ranks(world.rank, "data"))
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    group = world.group("shard", divided.ranks(world.rank, "shard"), "of the test")
     source = LearnableSource(spec)
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)

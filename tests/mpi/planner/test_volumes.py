@@ -80,6 +80,46 @@ def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int)
             assert sent == expected(spec, nodes)
 
 
+LAYOUTS: list[dict[str, Any]] = [{}, {"tensor": 2}, {"pipeline": 2}]
+
+
+def divisions(ranks: int, everything: bool) -> list[dict[str, Any]]:
+    """Return jobs whose data ranks are divided into shards and replicas."""
+    found = []
+    for parallel in LAYOUTS if ranks % 2 == 0 else LAYOUTS[:1]:
+        data = ranks // (parallel.get("tensor", 1) * parallel.get("pipeline", 1))
+        for shards in ("node", *(size for size in (1, 2) if data % size == 0)):
+            found += [
+                {"shard_ranks": shards, "stage": stage, "node_shared": shared, **parallel}
+                for stage in range(4)
+                for shared in (False, "auto")
+            ]
+    return found
+
+
+@pytest.mark.cases(of=divisions)
+@pytest.mark.few(12)
+def test_shards_inside_replicas_between(world: World, case: dict[str, Any]) -> None:
+    zero = {key: case[key] for key in ("shard_ranks", "stage", "node_shared")}
+    parallel = {key: size for key, size in case.items() if key not in zero}
+    with laid_out(world, 2) as nodes:
+        spec = job(13, zero=zero, **parallel)
+        for sent in sent_in_steps(nodes, spec):
+            assert sent == expected(spec, nodes), spec
+
+
+@pytest.mark.ranks(4)
+def test_weights_are_gathered_inside_nodes(world: World) -> None:
+    """At stage 3 only sums over replicas leave a node, and the norm."""
+    with laid_out(world, 2) as nodes:
+        spec = job(13, zero={"stage": 3, "shard_ranks": "node", "node_shared": False})
+        for sent in sent_in_steps(nodes, spec):
+            assert sent["shard"]["all_gather"].inside > 0
+            assert all(operation.between == 0 for operation in sent["shard"].values())
+            assert sent["data"] == {"all_gather": Sent(8, 16)}, "the norm"
+            assert sent["replica"]["all_reduce"].between > 0
+
+
 def counts(before: dict[str, Any], after: dict[str, Any], axis: str) -> dict[str, int]:
     """How many operations of a step send something, or would to others."""
     return {

@@ -174,6 +174,7 @@ class Alone:
     rank: int
     size: int
     shared = False
+    replicas = None
     done = True
     device: Any = None
     group: Any = None

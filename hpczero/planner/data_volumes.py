@@ -1,0 +1,170 @@
+"""Bytes that data ranks send each other in a step, by the formulas of `planner.volumes` (pure).
+
+States are cut into shards among some data ranks, and others may have replicas of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import groupby
+
+from hpczero.comm.grid import node_slice
+from hpczero.comm.trace import evenly
+from hpczero.data.samples import micro_batch_sizes
+from hpczero.parallel.layout import UnitLayout
+from hpczero.parallel.pipeline import partition
+from hpczero.parallel.states import Sharded, shares_nodes
+from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
+from hpczero.planner.once import Once
+from hpczero.planner.sent import Operations, RepeatedRanks, Sent
+from hpczero.spec.schema import Parallel, Spec
+
+_NORM = 8
+_DIGITS = 3  # of proportions that count as the same
+
+
+class DataVolumes:
+    """Volumes of the data ranks of one spec.
+
+    `once`: what layouts of one job share. `nearly`: gathers of stage 3 may be nearly right.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        chunks: Sequence[partition.Chunks],
+        data_ranks: int,
+        once: Once,
+        nearly: bool,
+    ) -> None:
+        self.spec = spec
+        self._chunks = chunks
+        self._once = once
+        self._nearly = nearly
+        self._width = element_bytes(spec)
+        batch = spec.train.global_batch, spec.train.micro_batch
+        self.micro_batches, _, _ = micro_batch_sizes(*batch, data_ranks)
+
+    def units(self, shards: int) -> partition.LayoutCache:
+        """Return the layouts of units that are cut among so many data ranks."""
+        ranks = shards, self.spec.parallel.tensor
+        return self._once(partition.LayoutCache, ranks, *ranks)
+
+    def _layouts(self, shards: int, stage: int, tensor_rank: int) -> Sequence[UnitLayout]:
+        layers = [layer for chunk in self._chunks[stage] for layer in chunk]
+        return self.units(shards).of(layers, tensor_rank)
+
+    def of_shards(
+        self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
+    ) -> Iterator[RepeatedRanks]:
+        """Yield the volumes of the data ranks that have one copy of the states, without the norm.
+
+        They have so many ranks on each of their nodes. `cut_alike`: `Grid.nodes_cut_data_alike`.
+        """
+        shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
+        sharded = Sharded.at_stage(self.spec.zero.stage, shared)
+        ranks = sum(on_nodes)
+        sizes = tuple(layout.size for layout in self._layouts(ranks, stage, tensor_rank))
+        once = Counter(sizes)
+        sums = self.micro_batches if sharded.gradients else 1
+        reduced = {size: times * sums for size, times in once.items()}
+        gathers = self._gathers(stage, sizes) if sharded.parameters else once
+        if shared:
+            yield from self._node_shared(reduced, gathers, on_nodes)
+            return
+        for count, nodes in runs(on_nodes):
+            elsewhere = ranks - count
+            sent = {size: Sent(*evenly(size * self._width, ranks, elsewhere)) for size in once}
+            operations = {
+                "reduce_scatter": summed(sent[size] * times for size, times in reduced.items()),
+                "all_gather": summed(sent[size] * times for size, times in gathers.items()),
+            }
+            yield [operations], count * nodes
+
+    def of_data(
+        self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
+    ) -> Iterator[RepeatedRanks]:
+        """Yield the volumes of data ranks without replicas: `of_shards`, and the norm."""
+        of_shards = self.of_shards(stage, tensor_rank, on_nodes, cut_alike)
+        for (ranks, times), ([of_norm], _) in zip(of_shards, norms(on_nodes), strict=True):
+            yield [_both(operations, of_norm) for operations in ranks], times
+
+    def _node_shared(
+        self, reduced: Mapping[int, int], gathers: Mapping[int, int], on_nodes: Sequence[int]
+    ) -> Iterator[RepeatedRanks]:
+        """Yield the volumes of data ranks whose nodes share states (maps: unit's size -> times)."""
+        ranks = sum(on_nodes)
+        others = len(on_nodes) - 1
+        weights = summed(
+            Sent(0, others * size // ranks * self._width) * times for size, times in gathers.items()
+        )
+        for count, nodes in runs(on_nodes):
+            elsewhere = ranks - count
+            node: list[Operations] = []
+            for index in range(count):
+                sums = 0
+                for size, times in reduced.items():
+                    part = node_slice(size // ranks, count, index)
+                    sums += elsewhere * (part.stop - part.start) * self._width * times
+                node.append({"reduce_scatter": Sent(0, sums), "all_gather": weights})
+            yield node, nodes
+
+    def of_replicas(
+        self, stage: int, tensor_rank: int, shards: int, on_nodes: Sequence[int]
+    ) -> Iterator[RepeatedRanks]:
+        """Yield the volumes of the data ranks that have the same one of so many shards."""
+        ranks = sum(on_nodes)
+        once = Counter(unit.shard_size for unit in self._layouts(shards, stage, tensor_rank))
+        for count, nodes in runs(on_nodes):
+            sums = summed(
+                Sent(*evenly(2 * size * self._width, ranks, ranks - count)) * times
+                for size, times in once.items()
+            )
+            yield [{"all_reduce": sums}], count * nodes
+
+    def _gathers(self, stage: int, sizes: tuple[int, ...]) -> Counter[int]:
+        parallel, count = self.spec.parallel, self.micro_batches
+        cut = parallel.pipeline, parallel.chunks, parallel.schedule
+        roughly = self._gathers_alike if self._nearly else None
+        key = cut, stage, sizes, count
+        by = self._chunks[stage], sizes, parallel, stage, count, roughly
+        return self._once(gathers_in_step, key, *by)
+
+    def _gathers_alike(
+        self,
+        chunks: partition.Chunks,
+        sizes: Sequence[int],
+        parallel: Parallel,
+        stage: int,
+        micro_batches: int,
+    ) -> Counter[int]:
+        """Return unit -> its all-gathers, of units whose sizes are in the same proportions."""
+        cut = parallel.pipeline, parallel.chunks, parallel.schedule
+        alike = tuple(round(size / max(sizes), _DIGITS) for size in sizes)
+        key = cut, stage, micro_batches, alike
+        return self._once(gathers, key, chunks, sizes, parallel, stage, micro_batches)
+
+
+def norms(on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
+    """Yield the volumes of ranks that make the gradient's norm, and no more."""
+    ranks = sum(on_nodes)
+    for count, nodes in runs(on_nodes):
+        yield [{"all_gather": norm(ranks, ranks - count)}], count * nodes
+
+
+def norm(ranks: int, elsewhere: int) -> Sent:
+    return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
+
+
+def runs(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (ranks on a node, number of consecutive nodes with as many)."""
+    for count, nodes in groupby(on_nodes):
+        yield count, len(list(nodes))
+
+
+def summed(sent: Iterable[Sent]) -> Sent:
+    return reduce(Sent.__add__, sent, Sent())
+
+
+def _both(one: Operations, other: Operations) -> Operations:
+    return {name: one.get(name, Sent()) + other.get(name, Sent()) for name in {**one, **other}}
