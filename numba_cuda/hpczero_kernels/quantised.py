@@ -2,7 +2,7 @@
 
     total = values + error                             (error None: total = values)
     scale = max of |total| over the block / most       (most = 127 or 7)
-    q     = total / scale, rounded to nearest, ties to even
+    q     = total (1 / scale), rounded to nearest, ties to even
     sent  = q scale
     error = total - sent                               (kept, and added to the next message)
 
@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import float32, int8, int32, njit, uint8, uint16, uint32, uint64
+from numba import float32, int8, njit, uint8, uint16, uint32, uint64
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,13 +26,16 @@ from hpczero_kernels.cpu import (
     INLINE,
     STRETCH,
     Pool,
+    address_in,
     address_of,
     bits_as,
     inner,
     load,
     pointer,
+    scratch,
     store,
 )
+from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 from hpczero_kernels.message_sizes import (
     MOST,
@@ -60,7 +63,7 @@ def quantise_reference(
         scale = in_blocks.abs().amax(1, keepdim=True) / MOST[bits]  # NaN, if there is one
         scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
         scale = torch.where(scale.isinf(), torch.nan, scale)
-        q = torch.where(scale > 0, in_blocks / scale, 0.0).round()
+        q = torch.where(scale > 0, in_blocks * (1 / scale), 0.0).round()
         scales[blocks] = scale.squeeze(1)
         if error is not None:
             error[elements] = (in_blocks - q * scale).view(-1)[: total.numel()]
@@ -115,6 +118,7 @@ def _sent(packed: Tensor, scale: Tensor, count: int, bits: int) -> Tensor:
 # --------------------------------------------------------------------------------------- for CPUs
 
 _SHIFT = float32(12582912.0)  # 1.5 * 2^23: a number added to it is rounded to an integer
+_CODES = QUANTISED_BLOCK + 2  # of a block, and zeros
 _SMALLEST_SCALE = float32(SMALLEST_SCALE)
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # bits of an fp32
 
@@ -132,30 +136,34 @@ def _scale_of(total, size, most):
 
 
 @inner
-def _round(codes, total, size, scale):
-    """Set codes[:size] to the integers, total[:size] to what is left.
+def _round(codes, total, errors, size, scale, keeps):
+    """Set codes[:size] to the integers and, if it `keeps` them, errors[:size] to what is left.
 
-    As the scale is rounded by half an ulp at most, no quotient is rounded to more than `most`.
+    Of a normal scale the reciprocal is normal, too. As the product is rounded thrice by half an ulp
+    at most, none is rounded to more than `most`.
     """
-    if scale > float32(0.0):
-        for i in range(size):
-            shifted = total[i] / scale + _SHIFT
-            codes[i] = uint8(bits_as(shifted, uint32) & uint32(0xFF))
-            total[i] -= (shifted - _SHIFT) * scale
-    else:
+    if not scale > float32(0.0):
         for i in range(size):
             codes[i] = uint8(0)
-            total[i] -= scale  # NaN, or 0
+        if keeps:
+            for i in range(size):
+                errors[i] = total[i] - scale  # NaN, or the total
+        return
+    reciprocal = float32(1.0) / scale
+    if keeps:
+        for i in range(size):
+            shifted = total[i] * reciprocal + _SHIFT
+            codes[i] = uint8(bits_as(shifted, uint32))
+            errors[i] = total[i] - (shifted - _SHIFT) * scale
+    else:
+        for i in range(size):
+            codes[i] = uint8(bits_as(total[i] * reciprocal + _SHIFT, uint32))
 
 
 @inner
-def _pack(codes, size, packed, bits):
-    """Store the lower bits of codes; codes[size] is 0 if `size` is odd."""
-    if bits == 8:
-        for i in range(size):
-            packed[i] = codes[i]
-        return
-    pairs = pointer(uint64(codes.ctypes.data), uint16)
+def _join(codes, size, packed):
+    """Store pairs of codes as bytes; codes[size] is 0 if `size` is odd."""
+    pairs = pointer(address_in(codes), uint16)
     for i in range((size + uint64(1)) // uint64(2)):
         pair = uint32(pairs[i])
         packed[i] = uint8((pair & uint32(0xF)) | ((pair >> uint32(4)) & uint32(0xF0)))
@@ -168,8 +176,8 @@ def _pack(codes, size, packed, bits):
 @named_by_sources
 def _quantise(values, precision, error, packed, scales, bits, most, start, stop):
     """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses."""
-    total = np.empty(QUANTISED_BLOCK, np.float32)
-    codes = np.empty(QUANTISED_BLOCK + 1, np.uint8)
+    total = scratch(QUANTISED_BLOCK, float32)
+    codes = scratch(_CODES, uint8)
     while start < stop:
         size = min(stop - start, uint64(QUANTISED_BLOCK))
         load(total, size, values, precision, start)
@@ -178,27 +186,26 @@ def _quantise(values, precision, error, packed, scales, bits, most, start, stop)
             for i in range(size):
                 total[i] += errors[i]
         scale = _scale_of(total, size, most)
-        _round(codes, total, size, scale)
-        codes[size] = uint8(0)
-        _pack(codes, size, pointer(packed + start * uint64(bits) // uint64(8), uint8), bits)
-        if error:
-            for i in range(size):
-                errors[i] = total[i]
+        to = pointer(packed + start * uint64(bits) // uint64(8), uint8)
+        if bits == 8:
+            _round(to, total, errors, size, scale, error != 0)
+        else:
+            _round(codes, total, errors, size, scale, error != 0)
+            codes[size] = uint8(0)
+            _join(codes, size, to)
         pointer(scales, float32)[start // uint64(QUANTISED_BLOCK)] = scale
         start += uint64(QUANTISED_BLOCK)
 
 
 @inner
-def _unpack(codes, size, packed, bits):
-    """Set codes[:size] to the integers; with 4 bits they are those + 8."""
-    if bits == 8:
-        for i in range(size):
-            codes[i] = packed[i]
-        return
-    pairs = pointer(uint64(codes.ctypes.data), uint16)
+def _split(codes, size, packed):
+    """Set codes[:size] to the integers in half bytes."""
+    pairs = pointer(address_in(codes), uint16)
     for i in range((size + uint64(1)) // uint64(2)):
-        byte = uint32(uint32(packed[i]) ^ uint32(0x88))
+        byte = uint32(packed[i])
         pairs[i] = uint16((byte & uint32(0xF)) | ((byte & uint32(0xF0)) << uint32(4)))
+    for i in range(size):
+        codes[i] = uint8((codes[i] ^ uint8(8)) - uint8(8))
 
 
 @inner
@@ -208,43 +215,51 @@ def _sum_of_workers(
     """Set total[:size] to the sum over the workers of what they sent of a block."""
     number = start // uint64(QUANTISED_BLOCK)
     for worker in range(workers):
-        first = packed + uint64(worker) * row + start * uint64(bits) // uint64(8)
+        address = packed + uint64(worker) * row + start * uint64(bits) // uint64(8)
         scale = pointer(scales + uint64(worker) * scales_row, float32)[number]
-        _unpack(codes, size, pointer(first, uint8), bits)
+        if bits == 4:
+            _split(codes, size, pointer(address, uint8))
+            address = address_in(codes)
+        integers = pointer(address, int8)
         if worker == 0:
             for i in range(size):
-                total[i] = float32(0.0)
-        if bits == 8:
-            for i in range(size):
-                total[i] += float32(int8(codes[i])) * scale
+                total[i] = float32(integers[i]) * scale
         else:
             for i in range(size):
-                total[i] += float32(int32(codes[i]) - int32(8)) * scale
+                total[i] += float32(integers[i]) * scale
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, int64, int64, uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, int64, boolean, int64, uint64,"
+    " uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _average_integers(
-    packed, row, scales, scales_row, workers, factor, average, precision, bits, start, stop
+    packed, row, scales, scales_row, workers, factor, average, precision, streamed, bits, start,
+    stop,
 ):  # fmt: skip
     """Average elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
     `row` and `scales_row` are the bytes from one worker's to the next one's.
     """
-    total = np.empty(QUANTISED_BLOCK, np.float32)
-    codes = np.empty(QUANTISED_BLOCK, np.uint8)
+    total = scratch(QUANTISED_BLOCK, float32)
+    staging = scratch(QUANTISED_BLOCK, float32)
+    codes = scratch(_CODES, uint8)
     while start < stop:
         size = min(stop - start, uint64(QUANTISED_BLOCK))
         _sum_of_workers(
             total, codes, packed, row, scales, scales_row, workers, bits, start, size
         )  # fmt: skip
-        for i in range(size):
-            total[i] *= factor
-        store(total, size, average, precision, start)
+        if workers > 1:
+            for i in range(size):
+                total[i] *= factor
+        if streamed:
+            store_past_caches(total, size, average, precision, start, staging)
+        else:
+            store(total, size, average, precision, start)
         start += uint64(QUANTISED_BLOCK)
+    finish_streams()
 
 
 # --------------------------------------------------------------------------------- what is called
@@ -318,7 +333,7 @@ def average_quantised(
 def _average_on_cpu(packed: Tensor, scales: Tensor, average: Tensor, bits: int, pool: Pool) -> None:
     workers = len(packed)
     rows = (packed.data_ptr(), packed.stride(0), scales.data_ptr(), 4 * scales.stride(0))
-    to_write = (address_of(average), CODES[average.dtype], bits)
+    to_write = (address_of(average), CODES[average.dtype], streams(average), bits)
     pool.run(partial(_average_integers, *rows, workers, 1 / workers, *to_write), average.numel())
 
 

@@ -16,20 +16,29 @@ a sum beyond fp32, the scale is not finite: what is sent shows it.
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from numba import float32, njit, uint8, uint32, uint64
 from torch import Tensor
 from torch.nn import functional
 
-from hpczero_kernels.cpu import INLINE, Pool, address_of, bits_as, inner, pointer
-from hpczero_kernels.cpu_signs import add_signed, put_signed, sign_byte
+from hpczero_kernels.cpu import (
+    FP32,
+    INLINE,
+    Pool,
+    address_of,
+    bits_as,
+    inner,
+    pointer,
+    scratch,
+    store,
+)
+from hpczero_kernels.cpu_signs import GROUP, add_signed, put_signed, put_word_at, sign_word, word_at
+from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose, is_like
 from hpczero_kernels.message_sizes import SIGN_BLOCK, sign_blocks, sign_bytes
 from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 64 * SIGN_BLOCK  # elements of a reference's temporary tensors
-_LANES = 64  # partial sums: as many as vector registers hold
 
 # ------------------------------------------------------------------------------------- references
 
@@ -115,13 +124,14 @@ def _add_error(total, values, error, variance, size):
 
 
 @inner
-def _sum_of_magnitudes(total, lanes):
+def _sum_of_magnitudes(total, lanes, size):
     """Return the sum of |total|; the order is fixed, whatever the compiler makes of it."""
-    lanes[:] = float32(0.0)
-    for start in range(0, SIGN_BLOCK, _LANES):
-        for lane in range(_LANES):
-            lanes[lane] += abs(total[start + lane])
-    half = _LANES // 2
+    for lane in range(GROUP):
+        lanes[lane] = abs(total[lane])
+    for start in range(uint64(GROUP), size, uint64(GROUP)):
+        for lane in range(GROUP):
+            lanes[lane] += abs(total[start + uint64(lane)])
+    half = GROUP // 2
     while half:
         for lane in range(half):
             lanes[lane] += lanes[half + lane]
@@ -149,18 +159,34 @@ def _with_sign_of(number, scale):
 
 
 @inner
-def _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size):
-    """Set total[:size] to the sum over the workers of what they sent of a block."""
-    number = start // uint64(SIGN_BLOCK)
-    place = total.ctypes.data
-    for worker in range(workers):
-        signs = pointer(packed + uint64(worker) * row + start // uint64(8), uint8)
-        scale = pointer(scales + uint64(worker) * scales_row, float32)[number]
-        for i in range((size + uint64(7)) // uint64(8)):
-            if worker == 0:
-                put_signed(place + uint64(32) * i, signs[i], scale)
-            else:
-                add_signed(place + uint64(32) * i, signs[i], scale)
+def _store_signs(signs, total, size):
+    """Store the signs of total[:size], behind which zeros complete the last group."""
+    groups = size // uint64(GROUP)
+    for group in range(groups):
+        put_word_at(signs, group, sign_word(total, group))
+    word = sign_word(total, groups) if groups * uint64(GROUP) < size else uint64(0)
+    for byte in range(groups * uint64(GROUP // 8), (size + uint64(7)) // uint64(8)):
+        signs[byte] = uint8(word)
+        word = word >> uint64(8)
+
+
+@inner
+def _add_sent(total, signs, scale, size, replaces):
+    """Add what one worker sent of a block to total, whose length is in whole groups."""
+    groups = size // uint64(GROUP)
+    for group in range(groups):
+        if replaces:
+            put_signed(total, group, word_at(signs, group), scale)
+        else:
+            add_signed(total, group, word_at(signs, group), scale)
+    if groups * uint64(GROUP) < size:
+        word = uint64(0)
+        for byte in range(groups * uint64(GROUP // 8), (size + uint64(7)) // uint64(8)):
+            word |= uint64(signs[byte]) << (uint64(8) * (byte % uint64(GROUP // 8)))
+        if replaces:
+            put_signed(total, groups, word, scale)
+        else:
+            add_signed(total, groups, word, scale)
 
 
 @njit(
@@ -170,50 +196,57 @@ def _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size
 @named_by_sources
 def _pack_signs(values, error, variance, packed, scales, start, stop):
     """Pack elements start .. stop - 1; `start` begins a block, tensors are addresses."""
-    total = np.zeros(SIGN_BLOCK, np.float32)
-    lanes = np.empty(_LANES, np.float32)
+    total = scratch(SIGN_BLOCK, float32)
+    lanes = scratch(GROUP, float32)
     while start < stop:
         size = min(stop - start, uint64(SIGN_BLOCK))
-        total[size:] = float32(0.0)
+        for i in range(size, (size + uint64(GROUP - 1)) // uint64(GROUP) * uint64(GROUP)):
+            total[i] = float32(0.0)
         single = uint64(4) * start
         errors = pointer(error + single, float32)
         variances = variance + single if variance else variance
         living = _add_error(total, pointer(values + single, float32), errors, variances, size)
-        scale = _sum_of_magnitudes(total, lanes) / float32(max(living, uint64(1)))
-        signs = pointer(packed + start // uint64(8), uint8)
-        for i in range((size + uint64(7)) // uint64(8)):
-            signs[i] = sign_byte(total.ctypes.data + uint64(32) * i)
+        scale = _sum_of_magnitudes(total, lanes, size) / float32(max(living, uint64(1)))
+        _store_signs(pointer(packed + start // uint64(8), uint8), total, size)
         _keep_error(errors, total, scale, variances, size)
         pointer(scales, float32)[start // uint64(SIGN_BLOCK)] = scale
         start += uint64(SIGN_BLOCK)
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, boolean, uint64,"
+    " uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _average_signs(
-    packed, row, scales, scales_row, workers, factor, variance, average, start, stop
+    packed, row, scales, scales_row, workers, factor, variance, average, streamed, start, stop
 ):  # fmt: skip
     """Average elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
     `row` and `scales_row` are the bytes from one worker's to the next one's. Where there is a
     variance (else 0), elements whose variance is 0 become 0.
     """
-    total = np.empty(SIGN_BLOCK, np.float32)
+    total = scratch(SIGN_BLOCK, float32)
     while start < stop:
         size = min(stop - start, uint64(SIGN_BLOCK))
-        _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size)
-        out = pointer(average + uint64(4) * start, float32)
+        for worker in range(workers):
+            signs = pointer(packed + worker * row + start // uint64(8), uint8)
+            scale = pointer(scales + worker * scales_row, float32)[start // uint64(SIGN_BLOCK)]
+            _add_sent(total, signs, scale, size, worker == 0)
+        if workers > 1:
+            for i in range(size):
+                total[i] *= factor
         if variance:
             variances = pointer(variance + uint64(4) * start, float32)
             for i in range(size):
-                out[i] = total[i] * factor if variances[i] != float32(0.0) else float32(0.0)
+                total[i] = total[i] if variances[i] != float32(0.0) else float32(0.0)
+        if streamed:
+            store_past_caches(total, size, average, FP32, start, total)
         else:
-            for i in range(size):
-                out[i] = total[i] * factor
+            store(total, size, average, FP32, start)
         start += uint64(SIGN_BLOCK)
+    finish_streams()
 
 
 # --------------------------------------------------------------------------------- what is called
@@ -289,7 +322,8 @@ def _average_on_cpu(
 ) -> None:
     workers = len(packed)
     rows = (packed.data_ptr(), packed.stride(0), scales.data_ptr(), 4 * scales.stride(0))
-    others = (0 if variance is None else address_of(variance), address_of(average))
+    living = 0 if variance is None else address_of(variance)
+    others = (living, address_of(average), streams(average))
     pool.run(partial(_average_signs, *rows, workers, 1 / workers, *others), average.numel())
 
 

@@ -285,7 +285,7 @@ def test_tensors_that_do_not_fit_together_are_refused(bits: int) -> None:
 @NOT_SIMULATED
 def test_kernels_are_vectorised_and_release_the_lock() -> None:
     for kernel, operation in (
-        (quantised._quantise, "divps"),
+        (quantised._quantise, "mulps"),
         (quantised._average_integers, "mulps"),
     ):
         assert is_vectorised(assembly_of(kernel), operation), kernel
