@@ -72,6 +72,16 @@ def address_in(context, place):
     return types.uint64(place), generate
 
 
+@intrinsic
+def from_element(context, place, index):
+    """Return the pointer that is so many elements behind a pointer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(arguments[0], [arguments[1]])
+
+    return place(place, types.uint64), generate
+
+
 @intrinsic(prefer_literal=True)
 def scratch(context, size, to):
     """Return a pointer to so many elements (a constant) on the stack of the calling kernel.

@@ -21,6 +21,12 @@ def streams(result: Tensor) -> bool:
     return result.nbytes >= _LARGE and result.data_ptr() % LINE == 0
 
 
+def past_the_caches(builder, store):
+    """Mark a vector's store, which the compiler is generating."""
+    one = ir.Constant(ir.IntType(32), 1)
+    store.set_metadata("nontemporal", builder.module.add_metadata([one]))
+
+
 @intrinsic
 def _store_line(context, source, number, target):
     """Copy the line of this number from a pointer to an address, past the caches."""
@@ -30,9 +36,7 @@ def _store_line(context, source, number, target):
         lines = builder.bitcast(source, _WORDS.as_pointer())
         words = builder.load(builder.gep(lines, [number]), align=4)
         place = builder.gep(builder.inttoptr(target, _WORDS.as_pointer()), [number])
-        stored = builder.store(words, place, align=LINE)
-        true = ir.Constant(ir.IntType(32), 1)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([true]))
+        past_the_caches(builder, builder.store(words, place, align=LINE))
         return context.get_dummy_value()
 
     return types.void(source, types.uint64, types.uint64), generate

@@ -17,24 +17,26 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import float32, int8, njit, uint8, uint16, uint32, uint64
+from numba import float32, int8, int32, njit, uint8, uint16, uint32, uint64
 from torch import Tensor
 from torch.nn import functional
 
 from hpczero_kernels.cpu import (
     CODES,
+    FP32,
     INLINE,
-    STRETCH,
     Pool,
     address_in,
     address_of,
     bits_as,
+    from_element,
     inner,
     load,
     pointer,
     scratch,
     store,
 )
+from hpczero_kernels.cpu_messages import GROUP, put_average_of_integers
 from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 from hpczero_kernels.message_sizes import (
@@ -47,7 +49,6 @@ from hpczero_kernels.message_sizes import (
 from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 512 * QUANTISED_BLOCK  # elements of a reference's temporary tensors
-assert QUANTISED_BLOCK == STRETCH
 
 # ------------------------------------------------------------------------------------- references
 
@@ -118,7 +119,8 @@ def _sent(packed: Tensor, scale: Tensor, count: int, bits: int) -> Tensor:
 # --------------------------------------------------------------------------------------- for CPUs
 
 _SHIFT = float32(12582912.0)  # 1.5 * 2^23: a number added to it is rounded to an integer
-_CODES = QUANTISED_BLOCK + 2  # of a block, and zeros
+_STRIDE = 8 * QUANTISED_BLOCK  # elements that a kernel takes at a time
+_CODES = _STRIDE + 2
 _SMALLEST_SCALE = float32(SMALLEST_SCALE)
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # bits of an fp32
 
@@ -175,58 +177,76 @@ def _join(codes, size, packed):
 )  # fmt: skip
 @named_by_sources
 def _quantise(values, precision, error, packed, scales, bits, most, start, stop):
-    """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses."""
-    total = scratch(QUANTISED_BLOCK, float32)
+    """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses.
+
+    Several blocks at a time: their scales do not wait for each other.
+    """
+    total = scratch(_STRIDE, float32)
     codes = scratch(_CODES, uint8)
     while start < stop:
-        size = min(stop - start, uint64(QUANTISED_BLOCK))
+        size = min(stop - start, uint64(_STRIDE))
         load(total, size, values, precision, start)
         errors = pointer(error + uint64(4) * start, float32)
         if error:
             for i in range(size):
                 total[i] += errors[i]
-        scale = _scale_of(total, size, most)
-        to = pointer(packed + start * uint64(bits) // uint64(8), uint8)
-        if bits == 8:
-            _round(to, total, errors, size, scale, error != 0)
-        else:
-            _round(codes, total, errors, size, scale, error != 0)
-            codes[size] = uint8(0)
-            _join(codes, size, to)
-        pointer(scales, float32)[start // uint64(QUANTISED_BLOCK)] = scale
-        start += uint64(QUANTISED_BLOCK)
-
-
-@inner
-def _split(codes, size, packed):
-    """Set codes[:size] to the integers in half bytes."""
-    pairs = pointer(address_in(codes), uint16)
-    for i in range((size + uint64(1)) // uint64(2)):
-        byte = uint32(packed[i])
-        pairs[i] = uint16((byte & uint32(0xF)) | ((byte & uint32(0xF0)) << uint32(4)))
-    for i in range(size):
-        codes[i] = uint8((codes[i] ^ uint8(8)) - uint8(8))
-
-
-@inner
-def _sum_of_workers(
-    total, codes, packed, row, scales, scales_row, workers, bits, start, size
-):  # fmt: skip
-    """Set total[:size] to the sum over the workers of what they sent of a block."""
-    number = start // uint64(QUANTISED_BLOCK)
-    for worker in range(workers):
-        address = packed + uint64(worker) * row + start * uint64(bits) // uint64(8)
-        scale = pointer(scales + uint64(worker) * scales_row, float32)[number]
+        scale = pointer(scales + start // uint64(QUANTISED_BLOCK) * uint64(4), float32)
+        for first in range(uint64(0), size, uint64(QUANTISED_BLOCK)):
+            length = min(size - first, uint64(QUANTISED_BLOCK))
+            block = from_element(total, first)
+            scale[first // uint64(QUANTISED_BLOCK)] = _scale_of(block, length, most)
+        integers = pointer(packed + start * uint64(bits) // uint64(8), uint8)
+        rounded = integers if bits == 8 else codes
+        for first in range(uint64(0), size, uint64(QUANTISED_BLOCK)):
+            length = min(size - first, uint64(QUANTISED_BLOCK))
+            _round(
+                from_element(rounded, first), from_element(total, first),
+                from_element(errors, first), length, scale[first // uint64(QUANTISED_BLOCK)],
+                error != 0,
+            )  # fmt: skip
         if bits == 4:
-            _split(codes, size, pointer(address, uint8))
-            address = address_in(codes)
-        integers = pointer(address, int8)
-        if worker == 0:
-            for i in range(size):
-                total[i] = float32(integers[i]) * scale
+            codes[size] = uint8(0)
+            _join(codes, size, integers)
+        start += uint64(_STRIDE)
+
+
+@inner
+def _put_average(
+    numbers, packed, row, scales, scales_row, workers, factor, streamed, bits, size
+):  # fmt: skip
+    """Set numbers[:size] to the average of whole blocks, or the last ones.
+
+    `packed` and `scales` are the addresses of their first integers and scale.
+    """
+    groups = size // uint64(GROUP)
+    for group in range(groups):
+        scale = scales + group // uint64(QUANTISED_BLOCK // GROUP) * uint64(4)
+        if bits == 8:
+            integers = packed + uint64(GROUP) * group
+            put_average_of_integers(
+                numbers, group, integers, row, scale, scales_row, workers, factor, streamed, 8
+            )  # fmt: skip
         else:
-            for i in range(size):
-                total[i] += float32(integers[i]) * scale
+            integers = packed + uint64(GROUP // 2) * group
+            put_average_of_integers(
+                numbers, group, integers, row, scale, scales_row, workers, factor, streamed, 4
+            )  # fmt: skip
+    for i in range(groups * uint64(GROUP), size):
+        number = float32(0.0)
+        for worker in range(workers):
+            scale = scales + worker * scales_row + i // uint64(QUANTISED_BLOCK) * uint64(4)
+            integer = _integer(pointer(packed + worker * row, uint8), bits, i)
+            number += integer * pointer(scale, float32)[0]
+        numbers[i] = number * factor
+
+
+@inner
+def _integer(packed, bits, i):
+    """Return one integer as a number."""
+    if bits == 8:
+        return float32(int8(packed[i]))
+    half = (uint32(packed[i // uint64(2)]) >> uint32(i % uint64(2) * uint64(4))) & uint32(0xF)
+    return float32(int32((half ^ uint32(8)) - uint32(8)))
 
 
 @njit(
@@ -243,22 +263,26 @@ def _average_integers(
 
     `row` and `scales_row` are the bytes from one worker's to the next one's.
     """
-    total = scratch(QUANTISED_BLOCK, float32)
-    staging = scratch(QUANTISED_BLOCK, float32)
-    codes = scratch(_CODES, uint8)
+    total = scratch(_STRIDE, float32)
+    staging = scratch(_STRIDE, float32)
     while start < stop:
-        size = min(stop - start, uint64(QUANTISED_BLOCK))
-        _sum_of_workers(
-            total, codes, packed, row, scales, scales_row, workers, bits, start, size
-        )  # fmt: skip
-        if workers > 1:
-            for i in range(size):
-                total[i] *= factor
-        if streamed:
-            store_past_caches(total, size, average, precision, start, staging)
+        size = min(stop - start, uint64(_STRIDE))
+        integers = packed + start * uint64(bits) // uint64(8)
+        scale = scales + start // uint64(QUANTISED_BLOCK) * uint64(4)
+        if precision == FP32:
+            _put_average(
+                pointer(average + start * uint64(4), float32), integers, row, scale, scales_row,
+                workers, factor, streamed, bits, size,
+            )  # fmt: skip
         else:
-            store(total, size, average, precision, start)
-        start += uint64(QUANTISED_BLOCK)
+            _put_average(
+                total, integers, row, scale, scales_row, workers, factor, False, bits, size
+            )  # fmt: skip
+            if streamed:
+                store_past_caches(total, size, average, precision, start, staging)
+            else:
+                store(total, size, average, precision, start)
+        start += uint64(_STRIDE)
     finish_streams()
 
 

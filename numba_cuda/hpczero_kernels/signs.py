@@ -27,12 +27,13 @@ from hpczero_kernels.cpu import (
     Pool,
     address_of,
     bits_as,
+    from_element,
     inner,
     pointer,
     scratch,
     store,
 )
-from hpczero_kernels.cpu_signs import GROUP, add_signed, put_signed, put_word_at, sign_word, word_at
+from hpczero_kernels.cpu_messages import GROUP, put_average_of_signs, put_signs
 from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose, is_like
 from hpczero_kernels.message_sizes import SIGN_BLOCK, sign_blocks, sign_bytes
@@ -106,6 +107,8 @@ def _sent(packed: Tensor, scale: Tensor, count: int) -> Tensor:
 
 # --------------------------------------------------------------------------------------- for CPUs
 
+_LAST = GROUP // 8  # bytes of a group
+
 
 @inner
 def _add_error(total, values, error, variance, size):
@@ -160,33 +163,38 @@ def _with_sign_of(number, scale):
 
 @inner
 def _store_signs(signs, total, size):
-    """Store the signs of total[:size], behind which zeros complete the last group."""
+    """Store the signs of total[:size]; `total` ends with a whole group."""
     groups = size // uint64(GROUP)
     for group in range(groups):
-        put_word_at(signs, group, sign_word(total, group))
-    word = sign_word(total, groups) if groups * uint64(GROUP) < size else uint64(0)
-    for byte in range(groups * uint64(GROUP // 8), (size + uint64(7)) // uint64(8)):
-        signs[byte] = uint8(word)
-        word = word >> uint64(8)
+        put_signs(signs, total, group)
+    rest = size - groups * uint64(GROUP)
+    if rest:
+        last = scratch(_LAST, uint8)
+        put_signs(last, from_element(total, groups * uint64(GROUP)), uint64(0))
+        for byte in range((rest + uint64(7)) // uint64(8)):
+            signs[groups * uint64(GROUP // 8) + byte] = last[byte]
 
 
 @inner
-def _add_sent(total, signs, scale, size, replaces):
-    """Add what one worker sent of a block to total, whose length is in whole groups."""
+def _put_average(numbers, packed, row, scales, scales_row, workers, factor, streamed, size):
+    """Set numbers[:size] to the average of a block.
+
+    `packed` and `scales` are the addresses of its first signs and scale.
+    """
     groups = size // uint64(GROUP)
     for group in range(groups):
-        if replaces:
-            put_signed(total, group, word_at(signs, group), scale)
-        else:
-            add_signed(total, group, word_at(signs, group), scale)
-    if groups * uint64(GROUP) < size:
-        word = uint64(0)
-        for byte in range(groups * uint64(GROUP // 8), (size + uint64(7)) // uint64(8)):
-            word |= uint64(signs[byte]) << (uint64(8) * (byte % uint64(GROUP // 8)))
-        if replaces:
-            put_signed(total, groups, word, scale)
-        else:
-            add_signed(total, groups, word, scale)
+        put_average_of_signs(
+            numbers, group, packed + uint64(GROUP // 8) * group, row, scales, scales_row, workers,
+            factor, streamed,
+        )  # fmt: skip
+    for i in range(groups * uint64(GROUP), size):
+        number = float32(0.0)
+        for worker in range(workers):
+            signs = pointer(packed + worker * row, uint8)
+            scale = pointer(scales + worker * scales_row, float32)[0]
+            negative = (uint32(signs[i // uint64(8)]) >> uint32(i % uint64(8))) & uint32(1)
+            number += -scale if negative else scale
+        numbers[i] = number * factor
 
 
 @njit(
@@ -230,21 +238,20 @@ def _average_signs(
     total = scratch(SIGN_BLOCK, float32)
     while start < stop:
         size = min(stop - start, uint64(SIGN_BLOCK))
-        for worker in range(workers):
-            signs = pointer(packed + worker * row + start // uint64(8), uint8)
-            scale = pointer(scales + worker * scales_row, float32)[start // uint64(SIGN_BLOCK)]
-            _add_sent(total, signs, scale, size, worker == 0)
-        if workers > 1:
-            for i in range(size):
-                total[i] *= factor
+        signs = packed + start // uint64(8)
+        scale = scales + start // uint64(SIGN_BLOCK) * uint64(4)
+        out = pointer(average + uint64(4) * start, float32)
+        sent = out if variance == 0 else total
+        streams_sent = streamed and variance == 0
+        _put_average(sent, signs, row, scale, scales_row, workers, factor, streams_sent, size)
         if variance:
             variances = pointer(variance + uint64(4) * start, float32)
             for i in range(size):
                 total[i] = total[i] if variances[i] != float32(0.0) else float32(0.0)
-        if streamed:
-            store_past_caches(total, size, average, FP32, start, total)
-        else:
-            store(total, size, average, FP32, start)
+            if streamed:
+                store_past_caches(total, size, average, FP32, start, total)
+            else:
+                store(total, size, average, FP32, start)
         start += uint64(SIGN_BLOCK)
     finish_streams()
 
