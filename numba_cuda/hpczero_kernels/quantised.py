@@ -61,7 +61,8 @@ def quantise_reference(
         if error is not None:
             total = total + error[elements]
         in_blocks = _in_blocks(total)  # [blocks, QUANTISED_BLOCK]
-        scale = in_blocks.abs().amax(1, keepdim=True) / MOST[bits]  # NaN, if there is one
+        largest = in_blocks.abs().amax(1, keepdim=True)  # NaN, if there is one
+        scale = largest / torch.full_like(largest, MOST[bits])  # a GPU rounds x / number otherwise
         scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
         scale = torch.where(scale.isinf(), torch.nan, scale)
         q = torch.where(scale > 0, in_blocks * (1 / scale), 0.0).round()
@@ -365,6 +366,7 @@ def _check(values: Tensor, packed: Tensor, scales: Tensor, bits: int) -> None:
     """Assert that a message, or the rows of several, has the size of the values' message."""
     count = values.numel()
     assert bits in MOST, bits
+    assert values.dtype in CODES, values.dtype
     assert values.is_contiguous(), values.stride()
     assert packed.dtype == torch.uint8, packed.dtype
     assert scales.dtype == torch.float32, scales.dtype
