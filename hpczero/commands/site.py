@@ -17,6 +17,7 @@ from hpczero.batch.sites import Limit, Partition, all_names, facts
 from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
+from hpczero.spec.keys import entries, full_name
 from hpczero.spec.load import load
 from hpczero.text import printable, toml_repr
 
@@ -72,11 +73,9 @@ def show(options: Namespace) -> int:
         lines.append(f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour")
     lines += map(_limit, partition.limits)
     lines.append("  what a job has there, unless its spec says something else:")
-    tables = {key: table for key, table in spec.items() if isinstance(table, dict)}
-    values = {key: value for key, value in spec.items() if key not in tables}
-    for table, leaves in tables.items():
-        values |= {f"{table}.{leaf}": value for leaf, value in leaves.items()}
-    lines += [f"    {key} = {_value(value)}" for key, value in values.items()]
+    lines += [
+        f"    {full_name(table, leaf)} = {_value(value)}" for table, leaf, value in entries(spec)
+    ]
     print("\n".join(map(for_terminal, lines)))
     return 0
 

@@ -177,7 +177,13 @@ class Space:
         """The places of the states."""
         folder = self.spec.zero.offload if self.spec.zero.offload.startswith("nvme") else _FOLDER
         files = (folder,) if self.has_files else ()
-        return self._values("offload", ("none", *(("cpu",) if self.on_gpus else ()), *files))
+        places = ("none", *(("cpu",) if self.on_gpus else ()), *files)
+        return self._values("offload", [place for place in places if self._may_be(place)])
+
+    def _may_be(self, offload: str) -> bool:
+        zero = self.spec.zero.model_copy(update={"offload": offload})
+        found = contradictions(self.spec.model_copy(update={"zero": zero}))
+        return not any("zero.offload" in one.keys for one in found)
 
     @cached_property
     def recomputed(self) -> Sequence[tuple[str, int]]:

@@ -7,8 +7,9 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,7 +24,7 @@ from hpczero.text import join_words, printable, toml_repr
 class Key:
     """A key of the spec, as the schema describes it."""
 
-    table: str  # "" for the keys above all tables
+    table: str  # "" for the keys above all tables; "optimizer.outer" is one inside of another
     leaf: str
     allowed: str  # "a whole number >= 1"
     default: Any
@@ -34,21 +35,34 @@ class Key:
 
     @property
     def name(self) -> str:
-        return f"{self.table}.{self.leaf}" if self.table else self.leaf
+        return full_name(self.table, self.leaf)
+
+
+def full_name(table: str, leaf: str) -> str:
+    """Return "train.steps", or the leaf alone if it stands above all tables."""
+    return f"{table}.{leaf}" if table else leaf
 
 
 @functools.cache
 def tables() -> dict[str, dict[str, Key]]:
-    """Return table -> name -> Key; "" is the table of the keys above all tables."""
-    by_table: dict[str, dict[str, Key]] = {"": {}}
-    for name, field in Spec.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            fields = kind.model_fields.items()
-            by_table[name] = {leaf: _key(name, leaf, inner) for leaf, inner in fields}
+    """Return table -> name -> Key; "" is the table of the keys above all tables.
+
+    A table inside of another has its full name, "optimizer.outer", and follows that one.
+    """
+    return dict(_tables("", Spec))
+
+
+def _tables(table: str, kind: type[BaseModel]) -> Iterator[tuple[str, dict[str, Key]]]:
+    inner = {}
+    leaves = {}
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            inner[full_name(table, name)] = field.annotation
         else:
-            by_table[""][name] = _key("", name, field)
-    return by_table
+            leaves[name] = _key(table, name, field)
+    yield table, leaves
+    for name, kind_inside in inner.items():
+        yield from _tables(name, kind_inside)
 
 
 @functools.cache
@@ -59,16 +73,27 @@ def keys() -> dict[str, Key]:
 
 def table_description(table: str) -> str:
     """Return the schema's description of a table."""
-    annotation = Spec.model_fields[table].annotation if table else Spec
-    return inspect.cleandoc(getattr(annotation, "__doc__", "") or "")
+    kind = type(attrgetter(table)(Spec())) if table else Spec
+    return inspect.cleandoc(kind.__doc__ or "")
 
 
 def flat(spec: Spec) -> dict[str, Any]:
     """Return "train.steps" -> value, in the order of the schema."""
-    return {
-        name: getattr(getattr(spec, key.table) if key.table else spec, key.leaf)
-        for name, key in keys().items()
-    }
+    return {name: attrgetter(name)(spec) for name in keys()}
+
+
+def entries(tree: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield (table, key, value) of a tree, as TOML or JSON has it.
+
+    What is no table of the spec, or a table given as something else, is a key of the table it is
+    in. So is a quoted name with a dot.
+    """
+    for name, value in tree.items():
+        inner = full_name(table, name)
+        if name and "." not in name and inner in tables() and isinstance(value, dict):
+            yield from entries(value, inner)
+        else:
+            yield table, name, value
 
 
 def nearest(name: str, among: Iterable[str]) -> str | None:
@@ -85,8 +110,12 @@ def nearest(name: str, among: Iterable[str]) -> str | None:
     word = _leaf(wanted)
     candidates = list(among)
     same_word = [known for known in candidates if _leaf(known) == word]
-    same_word = same_word or [known for known in candidates if _leaf(known) == _initials(word)]
-    close = alike(wanted, same_word, 0.0) or alike(wanted, candidates, 0.75)
+    as_initials = wanted.removesuffix(word) + _initials(word)
+    by_initials = [known for known in candidates if _leaf(known) == _leaf(as_initials)]
+    close = alike(wanted, same_word, 0.0) or alike(as_initials, by_initials, 0.0)
+    # tables with long names make any two of their keys look alike
+    similar = [known for known in candidates if alike(word, [_leaf(known)], 0.5)]
+    close = close or alike(wanted, similar, 0.75)
     close = close or [known for known in candidates if alike(word, [_leaf(known)], 0.75)]
     if not close and len(word) > 3:
         leaves = [(known, _leaf(known)) for known in candidates]
@@ -194,6 +223,14 @@ class Mistake:
     describe: Callable[[], str]  # called for those that are shown: a file of nonsense has thousands
 
 
+@dataclass(frozen=True)
+class Contradiction:
+    """Values that are each allowed, but not together."""
+
+    keys: tuple[str, ...]  # the first is the one that most likely wants changing
+    text: str
+
+
 def message(path: str, files: list[str], mistakes: list[Mistake]) -> str:
     """Return the mistakes as one message, in the order of `files` and lines; others come last."""
     order = {file: number for number, file in enumerate(dict.fromkeys(files)) if file}
@@ -216,19 +253,21 @@ def not_allowed(name: str, value: Any) -> str:
 
 def unknown(table: str, leaf: str, value: Any) -> str:
     """Describe a key or table that no spec has."""
-    if not table and leaf in tables():
-        form = f"as [{leaf}], with its keys below"
+    given = full_name(table, leaf)
+    if given and given in tables():
+        form = f"as [{given}], with its keys below"
         if isinstance(value, list):
-            form = f"once, as [{leaf}], not [[{leaf}]]"
-        return f"{leaf} = {toml_repr(value)}: {leaf} is a table: write it {form}"
-    full_name = f"{table}.{leaf}" if table else leaf
-    name = printable(full_name, 100)
-    if not table and isinstance(value, dict):
-        known_tables = [known for known in tables() if known]
-        close = nearest(leaf, known_tables)
-        hint = f"did you mean [{close}]?" if close else f"the tables are {join_words(known_tables)}"
-        return f"[{name}]: unknown table; {hint}"
-    close = nearest(full_name, [*keys(), "extends"])
+            form = f"once, as [{given}], not [[{given}]]"
+        return f"{given} = {toml_repr(value)}: {given} is a table: write it {form}"
+    name = printable(given, 100)
+    if isinstance(value, dict):
+        known_tables = [known for known in tables() if known and (not table or "." in known)]
+        close = nearest(given, known_tables)
+        if close:
+            return f"[{name}]: unknown table; did you mean [{close}]?"
+        if not table:
+            return f"[{name}]: unknown table; the tables are {join_words(known_tables)}"
+    close = nearest(given, [*keys(), "extends"])
     if close:
         return f"{name}: unknown key; did you mean {close}{_other_table(close, table)}?"
     known = f"the keys of [{table}] are" if table else "the keys above all tables are extends,"
@@ -236,8 +275,8 @@ def unknown(table: str, leaf: str, value: Any) -> str:
 
 
 def no_such_key(name: str) -> str:
-    if name in tables():
-        names = [key.name for key in tables()[name].values()]
+    if name and name in tables():
+        names = [known for known in keys() if known.startswith(f"{name}.")]
         return f"{name} is a table; its keys are {join_words(names)}"
     close = nearest(name, keys())
     hint = f"did you mean {close}?" if close else "hpczero spec prints them all"

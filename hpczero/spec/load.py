@@ -5,9 +5,10 @@ Precedence, lowest first: defaults, the profile of the site, the chain of `exten
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from hpczero.spec.keys import (
     Key,
     Mistake,
     Origin,
+    entries,
     flat,
+    full_name,
     keys,
     message,
     not_allowed,
@@ -112,8 +115,8 @@ def _history(layers: list[Layer]) -> tuple[dict[str, list[GivenValue]], list[Mis
     history = {name: [GivenValue(key.default, DEFAULT)] for name, key in keys().items()}
     mistakes = []
     for layer in layers:
-        for table, leaf, value in _entries(layer):
-            source = layer.source(*((table, leaf) if table else (leaf,)))
+        for table, leaf, value in entries(layer.tree):
+            source = layer.source(*(table.split(".") if table else ()), leaf)
             key = tables()[table].get(leaf)
             if key is None:
                 mistakes.append(Mistake(source, partial(unknown, table, leaf, value)))
@@ -125,18 +128,6 @@ def _history(layers: list[Layer]) -> tuple[dict[str, list[GivenValue]], list[Mis
     return history, mistakes
 
 
-def _entries(layer: Layer) -> Iterator[tuple[str, str, Any]]:
-    """Yield (table, key, value).
-
-    The table is "" for the keys above all tables, and for tables given as something else.
-    """
-    for name, value in layer.tree.items():
-        if name and name in tables() and isinstance(value, dict):
-            yield from ((name, leaf, inner) for leaf, inner in value.items())
-        else:
-            yield "", name, value
-
-
 def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
     """Return the spec that the values make, and the keys whose value is not allowed.
 
@@ -144,16 +135,24 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
     """
     tree: dict[str, Any] = {}
     for name, value in values.items():
-        table, _, leaf = name.rpartition(".")
-        (tree.setdefault(table, {}) if table else tree)[leaf] = value
+        *path, leaf = name.split(".")
+        table = tree
+        for part in path:
+            table = table.setdefault(part, {})
+        table[leaf] = value
     try:
         return Spec.model_validate(tree), []
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-    names = (".".join(map(str, problem["loc"][:2])) for problem in problems)
-    invalid = list(dict.fromkeys(names))
+    invalid = list(dict.fromkeys(_key_at(problem["loc"]) for problem in problems))
     spec, _ = _validate({name: value for name, value in values.items() if name not in invalid})
     return spec, invalid
+
+
+def _key_at(location: tuple[int | str, ...]) -> str:
+    """Return the key in whose value pydantic found a problem."""
+    names = accumulate(map(str, location), full_name)
+    return next(name for name in names if name in keys())
 
 
 def _contradictions(
@@ -211,9 +210,9 @@ The role of a key says what a change means for a run that already exists:
 def as_text() -> str:
     extends = _EXTENDS.replace("`", "").replace("\n", "\n    ")
     lines = [f'extends = ""  (no default)\n    {extends}']
-    for table, entries in tables().items():
+    for table, its_keys in tables().items():
         lines.append(f"\n[{table}]  {table_description(table)}" if table else "")
-        for key in entries.values():
+        for key in its_keys.values():
             lines.append(f"{key.leaf} = {toml_value(key.default)}  ({key.role})")
             lines.append(f"    {key.description}: {key.allowed}")
     roles = [f"{role}: {meaning}" for role, meaning in ROLES.items()]
@@ -223,11 +222,11 @@ def as_text() -> str:
 def as_markdown() -> str:
     page = _INTRODUCTION
     page += "".join(f"- `{role}`: {meaning}\n" for role, meaning in ROLES.items())
-    for table, entries in tables().items():
+    for table, its_keys in tables().items():
         title = f"[{table}]" if table else "Above all tables"
         page += f"\n## {title}\n\n{table_description(table)}\n\n"
         page += "| key | default | allowed | role | meaning |\n|---|---|---|---|---|\n"
-        page += "".join(_row(key) for key in entries.values())
+        page += "".join(_row(key) for key in its_keys.values())
     return page.rstrip("\n")
 
 
@@ -246,8 +245,8 @@ def as_data() -> list[dict[str, Any]]:
             "role": key.role,
             "description": key.description,
         }
-        for entries in tables().values()
-        for key in entries.values()
+        for its_keys in tables().values()
+        for key in its_keys.values()
     ]
 
 
@@ -260,9 +259,9 @@ def to_toml(spec: Spec) -> str:
     """Return every key with its value; reading it gives an equal spec."""
     values = flat(spec)
     sections = []
-    for table, entries in tables().items():
+    for table, its_keys in tables().items():
         lines = [f"[{table}]"] if table else []
-        lines += [f"{key.leaf} = {toml_value(values[key.name])}" for key in entries.values()]
+        lines += [f"{key.leaf} = {toml_value(values[key.name])}" for key in its_keys.values()]
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
 
@@ -273,9 +272,9 @@ def to_start_from(values: Mapping[str, Any]) -> str:
     `values`: of keys that do not have their defaults.
     """
     sections = []
-    for table, entries in tables().items():
+    for table, its_keys in tables().items():
         lines = [f"# {table_description(table)}", *([f"[{table}]"] if table else [])]
-        for key in entries.values():
+        for key in its_keys.values():
             value = values.get(key.name, key.default)
             start = "# " if key.role == "site" else ""
             setting = f"{start}{key.leaf} = {toml_value(value)}"

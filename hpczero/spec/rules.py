@@ -1,24 +1,20 @@
 """Values that are each allowed, but not together: pure rules over a whole spec."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from hpczero.errors import InputError
 from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import head_dim, keys_without_effect
+from hpczero.spec.keys import Contradiction
 from hpczero.spec.model import OF_LLAMA, Model
+from hpczero.spec.rules_of_replicas import RULES as OF_REPLICAS
+from hpczero.spec.rules_of_replicas import without_effect_of_replicas
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import join_words, toml_repr
 
 # Every axis but "data" is a key of [parallel]; "data" takes the ranks that the others leave.
 AXES = ("tensor", "data", "pipeline")
 _SHOWN = 4  # choices written out before a list is cut short
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    keys: tuple[str, ...]  # the first is the one that most likely wants changing
-    text: str
 
 
 def contradictions(spec: Spec) -> list[Contradiction]:
@@ -80,7 +76,7 @@ def without_effect(spec: Spec) -> list[str]:
             f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "
             "parallel.pipeline = 1: there is one stage"
         )
-    return notes + _unused_keys(spec.model)
+    return notes + without_effect_of_replicas(spec) + _unused_keys(spec.model)
 
 
 def _unused_keys(model: Model) -> list[str]:
@@ -390,5 +386,6 @@ _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
         _checkpoint,
         _device,
         _memory,
+        *OF_REPLICAS,
     ),
 )

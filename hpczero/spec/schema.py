@@ -19,7 +19,7 @@ from hpczero.spec.table import (
     Decay,
     Line,
     Positions,
-    Shards,
+    Ranks,
     Table,
     Text,
     key,
@@ -90,10 +90,47 @@ class Train(Table):
     )
 
 
+class Outer(Table):
+    """Local steps (DiLoCo): replicas train by themselves, and a second optimizer joins them."""
+
+    every: int = key(
+        0,
+        "changeable",
+        "steps that a replica takes by itself between two outer steps; "
+        "0: none, gradients are summed in every step",
+        ge=0,
+        le=LARGEST,
+    )
+    lr: float = key(0.7, "changeable", "learning rate of the outer step", gt=0)
+    momentum: Decay = key(0.9, "changeable", "Nesterov momentum of the outer step")
+    fragments: int = key(
+        1,
+        "changeable",
+        "parts of the model that take turns, evenly spread over `every` steps",
+        ge=1,
+        le=1_000_000,
+    )
+    precision: Literal["fp32", "bf16", "int8", "int4"] = key(
+        "fp32", "changeable", "numbers that are sent; int8 and int4 with error feedback"
+    )
+
+
 class Optimizer(Table):
     """The update of the weights."""
 
-    name: Literal["adamw"] = key("adamw", "changeable", "the update rule")
+    name: Literal["adamw", "one_bit_adam"] = key(
+        "adamw",
+        "changeable",
+        "the update rule; one_bit_adam: AdamW that sends signs between replicas",
+    )
+    freeze: int = key(
+        0,
+        "changeable",
+        "one_bit_adam only: steps before the second moment is frozen, and signs are sent; "
+        "0: found by itself",
+        ge=0,
+        le=LARGEST,
+    )
     lr: float = key(3e-4, "changeable", "peak learning rate", gt=0)
     betas: tuple[Decay, Decay] = key(
         (0.9, 0.95), "changeable", "decay of the first and second moment", strict=False
@@ -106,6 +143,7 @@ class Optimizer(Table):
         "(norms and other biases have none)",
         ge=0,
     )
+    outer: Outer = Outer()
 
 
 class Schedule(Table):
@@ -156,7 +194,12 @@ class Zero(Table):
     stage: Literal[0, 1, 2, 3] = key(
         1, "changeable", "sharded: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters"
     )
-    shard_ranks: Shards | Literal["all", "node"] = key("all", "changeable", "temporary")
+    shard_ranks: Literal["all", "node"] | Ranks = key(
+        "all",
+        "changeable",
+        "data ranks that share one copy of the states; all: every data rank; node: those of a node "
+        "(the others have copies of them: nothing of the weights goes between nodes)",
+    )
     bucket_mb: int = key(
         0,
         "site",
@@ -219,6 +262,12 @@ class Comm(Table):
         "site",
         "what carries collectives: MPI, or torch.distributed (nccl on GPUs, gloo on CPUs); "
         "auto: nccl where each rank has a GPU",
+    )
+    compress: Literal["none", "int8"] = key(
+        "none",
+        "changeable",
+        "int8: gradients between replicas, and half-precision weights gathered between nodes, are "
+        "sent in 8 bits (blocks of 256 with a scale); nothing inside a node",
     )
     ranks_per_node: int = key(
         0, "site", "test a layout: so many ranks are a node; 0: the real one", ge=0, le=1_000_000

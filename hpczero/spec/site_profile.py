@@ -15,7 +15,7 @@ from typing import Any
 
 from hpczero import env, safe_files
 from hpczero.errors import InputError
-from hpczero.spec.keys import keys
+from hpczero.spec.keys import entries, full_name, keys
 from hpczero.spec.toml import Layer, read_file, read_limited
 from hpczero.text import join_words, printable
 
@@ -189,12 +189,8 @@ def _spec_in(profile: Layer, tree: Mapping[str, Any], path: tuple[str, ...]) -> 
 
 
 def _names(tree: Mapping[str, Any]) -> list[str]:
-    """Return the full names of the keys in a tree: those above all tables come first."""
-    names = [name for name, value in tree.items() if not isinstance(value, dict)]
-    for table, inner in tree.items():
-        if isinstance(inner, dict):
-            names += [f"{table}.{leaf}" for leaf in inner]
-    return names
+    """Return the full names of the keys in a tree."""
+    return [full_name(table, leaf) for table, leaf, _ in entries(tree)]
 
 
 def _may_set(name: str) -> bool:

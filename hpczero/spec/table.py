@@ -48,7 +48,7 @@ def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
 Factory = Annotated[str, Field(pattern=FACTORY, max_length=200)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Positions = Annotated[int, Field(ge=0, le=LARGEST)]
-Shards = Annotated[int, Field(ge=1, le=LARGEST)]
+Ranks = Annotated[int, Field(ge=1, le=1_000_000)]
 Word = Annotated[str, Field(pattern=WORD, min_length=1)]
 Text = Annotated[str, Field(pattern=PATH, max_length=4096)]
 Line = Annotated[str, Field(pattern=PATH, min_length=1, max_length=4096)]

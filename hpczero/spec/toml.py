@@ -18,7 +18,7 @@ from typing import Any
 
 from hpczero import safe_files
 from hpczero.errors import InputError
-from hpczero.spec.keys import Mistake, Origin, keys
+from hpczero.spec.keys import Mistake, Origin, keys, tables
 from hpczero.text import printable, toml_repr
 
 _LARGEST_FILE = 100_000  # bytes: many times those of any spec
@@ -41,7 +41,8 @@ class Layer:
             return Origin("", None, self.name)
         if not self.file:
             return Origin("", None, f"--set {printable(self.option, 80)}")
-        line = self.lines.get(path) or self.lines.get(path[:1])
+        outwards = (path[:end] for end in range(len(path), 0, -1))
+        line = next((self.lines[part] for part in outwards if part in self.lines), None)
         return Origin(self.file, line, printable(self.file) + (f":{line}" if line else ""))
 
 
@@ -166,10 +167,13 @@ def _read_option(option: str) -> Layer | Mistake:
     known = keys().get(name)
     if known and known.is_text and not isinstance(value, str):
         value = text
-    parts = name.split(".")
-    if len(parts) == 2:
-        return Layer({parts[0]: {parts[1]: value}}, option=option)
-    return Layer({name: value}, option=option)
+    *path, leaf = name.split(".")
+    if len(path) > 1 and ".".join(path) not in tables():
+        return Layer({name: value}, option=option)
+    tree = {leaf: value}
+    for part in reversed(path):
+        tree = {part: tree}
+    return Layer(tree, option=option)
 
 
 def _option_value(text: str) -> Any:

@@ -26,7 +26,7 @@ from hpczero.checkpoint.shard_file import SLOTS, Damaged
 from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
-from hpczero.spec.keys import keys
+from hpczero.spec.keys import entries, full_name, keys
 from hpczero.spec.load import Difference
 from hpczero.spec.schema import Spec
 from hpczero.spec.table import Role
@@ -149,10 +149,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
-    return {key: value for key, value in tree.items() if key not in tables} | {
-        f"{name}.{leaf}": value for name, table in tables.items() for leaf, value in table.items()
-    }
+    return {full_name(table, leaf): value for table, leaf, value in entries(tree)}
 
 
 def differences(content: Content, spec: Spec, role: Role) -> list[str]:

@@ -100,6 +100,7 @@ def plan_update(
 
     `spec`: the spec's table. An optimizer of PyTorch is tried out on the device.
     """
+    _refuse_other_updates(wanted, spec)
     average = wanted.average
     if average is not None and not 0 < average < 1:
         raise InputError(f"average = {average}: give a number between 0 and 1, such as 0.999")
@@ -115,6 +116,27 @@ def plan_update(
     others = optimizer.probed({}, device)
     kept = {name: probed[id(options[name])] if name in options else others for name in names}
     return UpdatePlan(options, average, optimizer, kept)
+
+
+def _refuse_other_updates(wanted: UpdateWanted, spec: Optimizer) -> None:
+    """Raise InputError for arguments that replicas which send less cannot follow."""
+    setting = ""
+    if spec.outer.every:
+        setting = f"optimizer.outer.every = {spec.outer.every}"
+    elif spec.name == "one_bit_adam":
+        setting = 'optimizer.name = "one_bit_adam"'
+    given = {
+        "optimizer": wanted.optimizer is not None,
+        "average": wanted.average is not None,
+        "groups": bool(wanted.groups),
+    }
+    arguments = [f"`{name}`" for name, is_given in given.items() if is_given]
+    if setting and arguments:
+        raise InputError(
+            f"{setting} is for hpczero's own update of all parameters alike, and "
+            f"{join_words(arguments)} of hpczero.initialize would change it: leave that out, or "
+            "the key of the spec"
+        )
 
 
 def _check_numbers(pattern: str, options: Mapping[str, Any]) -> None:

@@ -4,13 +4,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hpczero.errors import InputError  # noqa: E402
 from hpczero.parallel.states import ADAMW, UpdateMemory  # noqa: E402
 from hpczero.parallel.zero.update_plan import (  # noqa: E402
     UpdatePlan,
     UpdateWanted,
     plan_update,
 )
-from hpczero.spec.schema import Optimizer  # noqa: E402
+from hpczero.spec.schema import Optimizer, Outer  # noqa: E402
 
 NAMES = ["body.weight", "body.bias", "head.weight"]
 
@@ -49,3 +50,29 @@ def test_the_same_wishes_have_the_same_words() -> None:
         UpdateWanted(optimizer, one.optimizer_options, one.groups, 0.9),
     ):
         assert different.described() != one.described()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        (UpdateWanted("SGD"), "`optimizer`"),
+        (UpdateWanted(average=0.9), "`average`"),
+        (UpdateWanted(groups={"*.bias": {"lr": 1.0}}), "`groups`"),
+        (UpdateWanted("SGD", average=0.9), "`optimizer` and `average`"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("spec", "setting"),
+    [
+        (Optimizer(name="one_bit_adam"), 'optimizer.name = "one_bit_adam"'),
+        (Optimizer(outer=Outer(every=50)), "optimizer.outer.every = 50"),
+    ],
+)
+def test_replicas_that_send_less_have_one_update(
+    wanted: UpdateWanted, named: str, spec: Optimizer, setting: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        plan_update(wanted, spec, NAMES, torch.device("cpu"))
+    assert f"{setting} is for" in str(caught.value)
+    assert f" {named} of hpczero.initialize" in str(caught.value)
+    assert plan_update(UpdateWanted(), spec, NAMES, torch.device("cpu")) == UpdatePlan()

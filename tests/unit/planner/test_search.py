@@ -16,6 +16,7 @@ from hpczero.planner.search import distinct
 from hpczero.spec.keys import keys
 from hpczero.spec.load import from_dict
 from hpczero.spec.rules import contradictions, without_effect
+from hpczero.spec.schema import Outer
 from tests.support.plans import everything, search, space
 
 
@@ -30,6 +31,13 @@ def test_layouts_obey_the_rules_of_the_spec() -> None:
         assert not contradictions(spec)
         assert not without_effect(spec)
         assert from_dict(spec.model_dump()).spec == spec, "the schema takes it"
+
+
+def test_states_of_replicas_stay_in_memory() -> None:
+    of, _ = space(Allocation.of_nodes(1, 4), zero__shard_ranks=2)
+    assert len(of.offloads) == 3
+    of, _ = space(Allocation.of_nodes(1, 4), zero__shard_ranks=2, optimizer__outer=Outer(every=5))
+    assert list(of.offloads) == ["none"]
 
 
 def test_each_layout_comes_once_and_all_values_come() -> None:

@@ -144,7 +144,7 @@ warmup_steps = 500
         ),
         (
             "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, "
-            "schedule, parallel, zero, memory, comm, checkpoint, paths and batch"
+            "optimizer.outer, schedule, parallel, zero, memory, comm, checkpoint, paths and batch"
         ),
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]

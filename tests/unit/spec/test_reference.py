@@ -75,6 +75,7 @@ def test_the_spec_to_start_from_is_valid_and_names_every_key(tmp_path: Path) -> 
         ("optim.lr", "optimizer.lr"),
         ("warmup", "schedule.warmup_steps"),
         ("train.globalbatch", "train.global_batch"),
+        ("optimizer.qqq", None),
         ("x", None),
         ("", None),
         ("z" * 100_000, None),

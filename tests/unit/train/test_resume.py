@@ -1,6 +1,8 @@
 """The recorded identity of a run that goes on from a checkpoint, without MPI."""
 
-from hpczero.train.resume import identity_of, resumed_identity
+from hpczero.spec.keys import keys
+from hpczero.spec.schema import Spec
+from hpczero.train.resume import flat, identity_of, resumed_identity
 
 
 def test_initial_values_stay_those_of_the_checkpoints_rule() -> None:
@@ -9,3 +11,13 @@ def test_initial_values_stay_those_of_the_checkpoints_rule() -> None:
     assert resumed_identity(identity_of("abc", rule=2), here) == identity_of("abc", rule=2)
     assert resumed_identity(identity_of("abc"), here) == identity_of("abc", rule=1)
     assert resumed_identity(identity_of("abc", rule=2), identity_of("abc")) == identity_of("abc")
+
+
+def test_a_checkpoint_of_a_version_without_some_keys_has_their_defaults() -> None:
+    now = Spec().model_dump(mode="json")
+    then = Spec().model_dump(mode="json")
+    del then["optimizer"]["outer"], then["optimizer"]["freeze"]
+    del then["zero"]["shard_ranks"], then["comm"]["compress"]
+    assert flat(then) == flat(now)
+    assert flat(now)["optimizer.outer.every"] == 0
+    assert list(flat(now)) == list(keys())
