@@ -32,25 +32,25 @@ world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to s
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, permutations
 from math import prod
 from typing import Any, NamedTuple
 
-from hpczero.comm.grid import Grid, impossible, node_slice, order_is_free
+from hpczero.comm.grid import Grid, impossible, order_is_free
 from hpczero.comm.trace import evenly
-from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
+from hpczero.data.samples import micro_batch_counts
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
 from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_role
 from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
-from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
+from hpczero.parallel.states import Sharded
+from hpczero.planner.activations import element_bytes
 from hpczero.planner.data_volumes import DataVolumes, norm, norms, runs, summed
 from hpczero.planner.once import Once
-from hpczero.planner.sent import GroupVolumes, Operations, RepeatedRanks, Sent, Total, merged
+from hpczero.planner.sent import GroupVolumes, RepeatedRanks, Sent, Total, merged
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 

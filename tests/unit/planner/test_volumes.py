@@ -81,7 +81,8 @@ def test_a_step_in_formulas() -> None:
     )  # of a data rank, of the tokens' vectors of a tensor rank
     assert first["pipeline"]["all_reduce"] == Sent(0, shard * 2), "tied embeddings"
     assert first["pipeline"]["all_gather"] == Sent(0, 8)
-    parameters = sum(unit.size for unit in found.among_data.units(found.data_ranks).of(found.chunks[0][0])) * 2
+    units = found.among_data.units(found.data_ranks).of(found.chunks[0][0])
+    parameters = sum(unit.size for unit in units) * 2
     assert first["data"] == {"all_gather": norm}, (
         "the data ranks share a node, and its memory: they send the norm alone"
     )
