@@ -188,7 +188,8 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
 def sharing_left_out(zero: Zero, grid: Grid) -> str:
     """Return why nodes that would share states do not; "" if they do, or would not."""
     per_node = (
-        Counter(grid.node_of_rank[rank] for rank in group).values() for group in grid.groups("data")
+        Counter(grid.node_of_rank[rank] for rank in group).values()
+        for group in grid.shards_and_replicas(zero.shard_ranks).groups("shard")
     )
     if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
         return ""
