@@ -127,7 +127,7 @@ class Grid:
         `shard_ranks`: as for `shards_and_replicas`.
         """
         divided = self.shards_and_replicas(shard_ranks)
-        axes = {axis: self for axis in self.axes}
+        axes = dict.fromkeys(self.axes, self)
         if divided.size("replica") > 1:
             axes |= {"shard": divided, "replica": divided}
         return axes

@@ -28,8 +28,8 @@ def placed(spec: Spec, node_of_rank: list[int] = TWO_NODES) -> dict[int, list[Pl
 
 
 def test_only_ranks_of_one_copy_share() -> None:
-    assert placed(job("all")) == dict.fromkeys((0, 1), [Placement(8, 4, True)])
-    assert placed(job(4)) == dict.fromkeys((0, 1), [Placement(4, 4, True, replicas=2)])
+    assert placed(job("all")) == {node: [Placement(8, 4, True)] for node in (0, 1)}
+    assert placed(job(4)) == {node: [Placement(4, 4, True, replicas=2)] for node in (0, 1)}
     assert placed(job("node")) == placed(job(4))
     twice = [Placement(2, 2, True, replicas=4)] * 2
     assert placed(job(2)) == dict.fromkeys((0, 1), twice), "a node has two copies"
