@@ -34,6 +34,9 @@ ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
     "tests/mpi/parallel/zero/test_zero.py"
 )
+SIMULATED = " ".join(
+    f"tests/kernels/test_{kind}.py" for kind in ("operators", "passes", "signs", "quantised")
+)
 OPENMPI = "--library openmpi"
 
 PARTS = {
@@ -41,10 +44,7 @@ PARTS = {
     "kernels": Part(
         3,
         ("numba_cuda",),
-        (
-            "tests/kernels",
-            "--simulator tests/kernels/test_operators.py tests/kernels/test_passes.py",
-        ),
+        ("tests/kernels", f"--simulator {SIMULATED}"),
     ),
     "commands": Part(
         9,

@@ -68,7 +68,7 @@ checks() {
     part house 60 "$venv/bin/python" scripts/measure_house.py
     tests unit tests/unit
     tests kernels tests/kernels
-    tests simulator --simulator tests/kernels/test_operators.py tests/kernels/test_passes.py
+    tests simulator --simulator tests/kernels/test_{operators,passes,signs,quantised}.py
     environment openmpi
 }
 

@@ -18,8 +18,9 @@ DTYPES = (*(f"{kind}{bits}" for kind in _SIZES for bits in _SIZES[kind]), "bool"
 MOST_DIMENSIONS = 32  # as HDF5 has it
 MOST_TENSORS = 250_000  # more than any model has
 MOST_BUFFERS = 100_000
-MOST_SLOTS = 16
-SLOT = r"^(model|optimizer/[A-Za-z_][A-Za-z0-9_]{0,63})$"
+MOST_SLOTS = 4096
+MOST_PLACES = 500_000  # slots of all ranks: each is a number in the manifest
+SLOT = r"^(model|(optimizer|replica_(0|[1-9][0-9]{0,5}))/[A-Za-z_][A-Za-z0-9_]{0,63})$"
 LONGEST_TEXT = 16 << 20  # bytes of all names, as JSON
 MOST_BYTES_OF_BUFFERS = 2 << 30  # they lie in the index, which is read whole
 _LONGEST_NAME = 4096  # bytes
@@ -54,8 +55,12 @@ def problem(tensors: Mapping[str, Shape], buffers: Mapping[str, tuple[str, Shape
     return _buffers_problem(buffers) or _names_problem(tensors, buffers)
 
 
-def slots_problem(slots: Sequence[str]) -> str:
-    """Return why a checkpoint cannot have these slots; empty if it can."""
+def slots_problem(slots: Sequence[str], ranks: int = 1) -> str:
+    """Return why a checkpoint of so many ranks cannot have these slots; empty if it can."""
+    if len(slots) * ranks > MOST_PLACES:
+        return (
+            f"{len(slots)} tensors of each parameter on {ranks} ranks are more than {MOST_PLACES}"
+        )
     if len(slots) > MOST_SLOTS:
         return f"{len(slots)} tensors of each parameter are more than {MOST_SLOTS}"
     odd = next((slot for slot in slots if not re.fullmatch(SLOT, slot)), None)

@@ -21,7 +21,7 @@ from hpczero.checkpoint.shard_file import SLOTS, Damaged, Extent, Newer, open_pl
 from hpczero.safe_files import sync, written_durably
 from hpczero.text import printable
 
-FORMAT = 3  # the newest that is read
+FORMAT = 4  # the newest that is read
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
 LARGEST_INDEX = 4 << 30  # bytes: it is read whole; 70 million pieces, or buffers
@@ -30,8 +30,10 @@ _LONGEST = 32 << 20  # bytes of a manifest: some 130,000 ranks, each with a file
 _MOST_SIGNS = {b"{": 400_000, b"[": 400_000, b'"': 4_000_000, b",": 2_500_000}
 _STRUCTURE = 1 << 20  # bytes that HDF5's structure of a shard file has at most
 _STRUCTURE_OF_RANK = 64 << 10  # more of them for each rank
+_STRUCTURE_OF_SLOT = 1 << 10  # and for each slot of a rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Name = Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
 _Slot = Annotated[str, Field(pattern=limits.SLOT)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
@@ -108,10 +110,14 @@ class TrainingState(_Part):
     missed: dict[str, _Count] = Field(default_factory=dict)  # tensor -> updates that left it out
     # of which tensors are kept, where they are not those of AdamW
     slots: Annotated[list[_Slot], Field(max_length=limits.MOST_SLOTS)] = Field(default_factory=list)
+    # of the update, where replicas have states of their own
+    update: Annotated[dict[_Name, float], Field(max_length=100)] = Field(default_factory=dict)
 
     @property
     def format(self) -> int:
         """Return the oldest format that can hold this state."""
+        if self.update or any(slot.startswith("replica_") for slot in self.slots):
+            return 4
         if self.slots:
             return 3
         return 2 if self.missed else 1
@@ -267,7 +273,10 @@ def _content_problem(content: Content) -> str:
 def _shard_problem(shard: ShardFile) -> str:
     ranges = shard.ranges()
     most = _STRUCTURE
-    most += sum(_STRUCTURE_OF_RANK + data.extent.checksums_length for data in shard.ranks)
+    most += sum(
+        _STRUCTURE_OF_RANK + _STRUCTURE_OF_SLOT * len(data.data) + data.extent.checksums_length
+        for data in shard.ranks
+    )
     if (other := shard.size - sum(end - begin for begin, end in ranges)) > most:
         return f"{other:,} bytes besides its data, where {most:,} are the most that can be"
     ranges += [

@@ -51,7 +51,7 @@ from hpczero.parallel.tensor.serial_check import SerialCheck
 from hpczero.parallel.tensor.user_plan import Cuts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
-from hpczero.parallel.zero.data_axis import DataAxis, Messages, ShardsAndReplicas
+from hpczero.parallel.zero.data_axis import DataAxis, Messages, Replicas, ShardsAndReplicas
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.state_dict import InitialValues, no_values
 from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
@@ -106,10 +106,12 @@ class EngineContext:
         divided = self.grid.shards_and_replicas(self.spec.zero.shard_ranks)
         if divided.size("replica") == 1:
             return data_axis(self.spec, self.world, group, cut_alike)
-        of_axis = {axis: divided.ranks(self.world.rank, axis) for axis in ("shard", "replica")}
-        shards, replicas = (self.world.group(axis, ranks) for axis, ranks in of_axis.items())
+        rank = self.world.rank
+        shards = self.world.group("shard", divided.ranks(rank, "shard"))
         inside = data_axis(self.spec, self.world, shards, cut_alike)
-        return ShardsAndReplicas(group, inside, replicas)
+        alike = divided.ranks(rank, "replica")
+        passes = (self.world.group("replica", alike, purpose) for purpose in ("", "averages"))
+        return ShardsAndReplicas(group, inside, Replicas(*passes))
 
     def settings(self, own_model: bool = False) -> EngineSettings:
         spec = self.spec
@@ -122,6 +124,8 @@ class EngineContext:
             self.threads,
             own_model,
             self.update,
+            spec.comm.compress == "int8",
+            spec.schedule.warmup_steps,
         )
 
 

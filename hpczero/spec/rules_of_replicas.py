@@ -59,6 +59,12 @@ def _not_with_a_way(spec: Spec) -> Iterator[Contradiction]:
             f"{_settings(ways)} is for several: zero.shard_ranks = "
             '"node" (the data ranks of a node are a worker) or a number (so many are one)',
         )
+    if spec.zero.stage == 0 and spec.zero.shard_ranks != 1:
+        yield Contradiction(
+            ("zero.stage", *keys),
+            f"zero.stage = 0 keeps whole states on each rank, and with {_settings(ways)} each rank "
+            "sends the part of the states that it owns: zero.stage = 1 gives the same numbers",
+        )
     if spec.zero.offload != "none":
         yield Contradiction(
             ("zero.offload", *keys),

@@ -42,9 +42,9 @@ from hpczero.train.resume import (
     refuse_another_run,
     restore,
     resumed_identity,
-    states,
 )
 from hpczero.train.run_directory import path_of
+from hpczero.train.saved_states import SavedStates
 
 StageUnits = tuple[
     list[Layer], set[str]
@@ -70,7 +70,8 @@ class Checkpoints:
         self.world = world
         self.grid = grid
         self.engine = engine
-        self.slots = tuple(states(engine, engine.units[0]))
+        self._saved = SavedStates(engine)
+        self.slots = self._saved.slots
         self.identity = dict(identity or {})  # besides the spec (`resume.identity_of`)
         self.path = path or path_of(spec) / "checkpoints"
         self.asynchronous = saves_behind(spec) if behind is None else behind
@@ -97,7 +98,12 @@ class Checkpoints:
             self.identity,
             self.slots,
         )
-        self.saver = Saver(world, job, _sources(engine), self.asynchronous)
+        self.saver = Saver(world, job, _sources(engine, self._saved), self.asynchronous)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the memory in which states are copied, or come together, to be saved."""
+        return self.saver.copy_bytes + self._saved.size
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -108,7 +114,9 @@ class Checkpoints:
     def begin(self, step: int, ends: bool, more: Mapping[str, Array] | None = None) -> None:
         """Begin a save; SaveFailed, on all ranks alike. `more`: rank 0's further buffers."""
         engine = self.engine
+        engine.complete_exchanges()
         engine.wait_for_weights()  # and so for all steps
+        self._saved.collect()
         scale = engine.loss_scale
         state = TrainingState(
             step=step,
@@ -117,6 +125,7 @@ class Checkpoints:
             good_steps=scale.good_steps,
             missed=self._missed_updates(),
             slots=[] if self.slots == SLOTS else list(self.slots),
+            update=engine.update.numbers(),
         )
         buffers = self._buffers() | dict(more or {})
         self.saver.begin(state, buffers, self.asynchronous and not ends)
@@ -178,6 +187,7 @@ class Checkpoints:
                 changed = tuple(differences(content, self.spec, "changeable"))
                 warnings = [f"passed over a damaged checkpoint: {problem}" for problem in damaged]
                 warnings += self.make_way(step, path) + other_data(content, self.spec, step)
+                warnings += loaded.notes
                 return Resumed(step, path, changed, tuple(warnings), loaded)
         if damaged:
             problems = "".join(f"\n  {problem}" for problem in damaged)
@@ -253,9 +263,11 @@ class Checkpoints:
                 refuse_another_model(checkpoint, self._tensor_shapes(), buffers)
                 loop = LoopState.of(checkpoint.loop, str(path))
                 check(loop)
-                restore(self.engine, checkpoint, only_weights)
+                notes = restore(self.engine, checkpoint, only_weights)
                 self.identity.update(resumed_identity(checkpoint.identity, self.identity))
-                return "", Loaded(checkpoint.content, loop, checkpoint.identity, only_weights)
+                return "", Loaded(
+                    checkpoint.content, loop, checkpoint.identity, only_weights, notes
+                )
         except Damaged as error:
             return str(error), None
 
@@ -302,7 +314,7 @@ class Checkpoints:
 
     def _refuse_what_cannot_be_saved(self) -> None:
         problem = limits.problem(self._tensor_shapes(), self._buffer_types)
-        if problem := problem or limits.slots_problem(self.slots):
+        if problem := problem or limits.slots_problem(self.slots, self.world.size):
             advice = (
                 "a buffer with persistent=False is left out; "
                 "checkpoint.every = -1 trains without checkpoints"
@@ -348,19 +360,15 @@ def _packed(buffer: torch.Tensor) -> list[Any]:
     return [base64.b64encode(values.tobytes()).decode(), values.dtype.str, list(values.shape)]
 
 
-def _sources(engine: Engine) -> list[list[DataSource]]:
+def _sources(engine: Engine, saved: SavedStates) -> list[list[DataSource]]:
     """Return for each slot the spans that this rank saves, in the order of the piece table."""
-    layouts = [unit.layout for unit in engine.units]
-    tensor_rank = engine.tensor.rank if engine.tensor else 0
-    stored_elsewhere = {unit.layout.name for unit in engine.counted_elsewhere}
-    if replicas := engine.axis.replicas:
-        stored_elsewhere |= stored_by_others(layouts, replicas.size, replicas.rank)
-    sources: list[list[DataSource]] = [[] for _ in states(engine, engine.units[0])]
-    for span in stored_spans(RankShard(layouts, engine.axis.rank, tensor_rank, stored_elsewhere)):
+    sources: list[list[DataSource]] = [[] for _ in saved.slots]
+    for span in stored_spans(saved.here):
         unit = engine.units[span.unit]
-        first = unit.owned.start
-        inside = slice(span.inside.start - first, span.inside.stop - first)
-        for of_slot, state in zip(sources, states(engine, unit).values(), strict=True):
+        for of_slot, state in zip(sources, saved.of(unit).values(), strict=True):
+            # what came from other replicas is of the shard, which may be less than what is owned
+            first = (unit.owned if state.numel() == unit.master.numel() else unit.shard).start
+            inside = slice(span.inside.start - first, span.inside.stop - first)
             of_slot.append(_of_tensor(state[inside], engine.file))
     return sources
 

@@ -34,8 +34,9 @@ from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, by_name, refuse_unknown
 from hpczero.train.restored_loop import RestoredLoop
-from hpczero.train.resume import Loaded, look_ahead, other_tokens, states
+from hpczero.train.resume import Loaded, look_ahead, other_tokens
 from hpczero.train.run_directory import RunDirectory
+from hpczero.train.saved_states import saved_elements
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class OwnRun:
         self.changes = 0  # of the weights so far
 
     def _standing(self) -> dict[str, int]:
-        copies = self._claimed.saver.copy_bytes if self._claimed else 0
+        copies = self._claimed.copy_bytes if self._claimed else 0
         buffers = {"communication": self.world.buffered, "checkpoint copy": copies}
         return self.engine.memory() | buffers
 
@@ -109,8 +110,7 @@ class OwnRun:
                 packages = setup.packages()
                 git = setup.git_state()
                 self._log.event("start", ranks=ranks, packages=packages, git=git, loop="own")
-            kept = len(states(self.engine, self.engine.units[0]))
-            copies = WIDTH * kept * self.engine.owned_elements
+            copies = WIDTH * saved_elements(self.engine)
             behind = spec.checkpoint.asynchronous
             if behind and not preflight.has_room(self.world, copies):
                 behind = False
@@ -374,9 +374,7 @@ class OwnRun:
         if self._requests is None:
             self._checkpoints()
             if self._log.path:
-                kept = len(states(self.engine, self.engine.units[0]))
-                owned = self.engine.owned_elements
-                estimate = process.seconds_of_save(self.world, owned, kept)
+                estimate = process.seconds_of_save(self.world, saved_elements(self.engine))
                 self._deadline = Deadline(env.deadline(), estimate)
             self._requests = StopRequests(self._log.path, self._deadline)
             self._listening.enter_context(self._requests)

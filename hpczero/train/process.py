@@ -143,9 +143,9 @@ def first_reason(counts: Sequence[float]) -> str:
     return next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
 
 
-def seconds_of_save(world: World, elements: int, kept: int = 3) -> float:
-    """Return an estimate: this rank's node writes `kept` fp32 numbers for each owned element."""
-    return 4 * kept * elements * world.local_size / _WRITTEN
+def seconds_of_save(world: World, saved: int) -> float:
+    """Return an estimate: this rank's node writes so many fp32 numbers for each of its ranks."""
+    return 4 * saved * world.local_size / _WRITTEN
 
 
 # -- memory that the process takes

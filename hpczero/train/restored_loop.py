@@ -14,7 +14,8 @@ from hpczero.text import first_few, printable
 from hpczero.train import rank_states
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.rank_states import Generators
-from hpczero.train.resume import AVERAGE, Loaded
+from hpczero.train.restored_states import AVERAGE
+from hpczero.train.resume import Loaded
 
 
 class RestoredLoop:

@@ -9,9 +9,8 @@ Only a Damaged checkpoint is passed over. If one cannot be read now, or not by t
 does not go on from an older one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,18 +19,18 @@ import torch
 from hpczero import env
 from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.directory import checkpoint_at
-from hpczero.checkpoint.load import Checkpoint, Wanted
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import Content
-from hpczero.checkpoint.shard_file import SLOTS, Damaged
+from hpczero.checkpoint.shard_file import Damaged
 from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.engine import Engine
-from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.keys import entries, full_name, keys
 from hpczero.spec.load import Difference
 from hpczero.spec.schema import Spec
 from hpczero.spec.table import Role
-from hpczero.text import first_few, printable
+from hpczero.text import printable
 from hpczero.train.loop_state import LoopState
+from hpczero.train.restored_states import restore_states
 from hpczero.train.run_directory import path_of
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,8 +39,6 @@ _BEGINNING = ("checkpoint.resume", "checkpoint.weights_only")  # the keys that s
 _CUTS = ("data.seq_len", "data.documents")  # the keys that cut text into sequences
 _SHOWN = 5  # tensors in a message
 _DATA, _VALUES = "data.fingerprint", "model.initial_values"
-
-AVERAGE = "optimizer/average"  # the slot of a moving average of the weights
 
 Result = TypeVar("Result")
 
@@ -73,6 +70,7 @@ class Loaded:
     loop: LoopState
     identity: Mapping[str, str]
     weights_only: bool
+    notes: Sequence[str] = ()  # on what replicas could not go on with
 
 
 # -- which checkpoint ------------------------------------------------------------------------------
@@ -273,26 +271,20 @@ def _unknown(there: Shapes, here: Shapes) -> list[str]:
 # -- what is read back -----------------------------------------------------------------------------
 
 
-def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
+def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> list[str]:
     """Read this rank's elements into the engine's states, all buffers, and the counters.
 
     Slot after slot, as a rank's data lies: with the same layout, it is read from front to back.
+    Return notes on what replicas could not go on with.
     """
     engine.wait_for_weights()  # and so for steps that are still written
-    units = [(unit, checkpoint.runs(_wanted(unit))) for unit in engine.units]
-    slots = _slots_to_read(engine, checkpoint, only_weights)
-    for slot, name in slots.items():
-        for unit, runs in units:
-            elements = states(engine, unit)[name]
-            on_host = elements.cpu()  # the same tensor, unless it lies on another device
-            checkpoint.read_runs(slot, runs, on_host.numpy())
-            elements.copy_(on_host)
+    notes = restore_states(engine, checkpoint, only_weights)
     buffers = dict(engine.module.named_buffers())
     for name, saved in checkpoint.buffers.items():
         if name in buffers and tuple(buffers[name].shape) == saved.shape:  # rank 0 refuses others
             buffers[name].copy_(torch.from_numpy(saved))
     if only_weights:
-        return
+        return notes
     state = checkpoint.content.state
     engine.updates = state.updates
     engine.absent.missed = {
@@ -302,40 +294,4 @@ def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
         engine.loss_scale = replace(
             engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps
         )
-
-
-def states(engine: Engine, unit: Unit) -> dict[str, torch.Tensor]:
-    """Return what is saved of the elements that this rank updates, by the names of slots."""
-    kept = engine.update.states(unit).items()
-    return {SLOTS[0]: unit.master} | {f"optimizer/{name}": state for name, state in kept}
-
-
-def _slots_to_read(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> dict[int, str]:
-    """Return number and name of the slots to read; InputError: the optimizer is another one.
-
-    A moving average may be there or not: it begins with the weights, or ends.
-    """
-    here = list(states(engine, engine.units[0]))
-    there = {name: number for number, name in enumerate(checkpoint.slots)}
-    if only_weights:
-        return {0: SLOTS[0]}
-    if (set(here) ^ set(there)) - {AVERAGE}:
-        raise InputError(
-            f"{checkpoint.folder} has the states of another optimizer "
-            f"({_names_of(list(there))}; here {_names_of(here)}): take that one, or begin another "
-            "run with these weights alone (weights_only)"
-        )
-    return {there[name]: name for name in here if name in there}
-
-
-def _names_of(slots: Sequence[str]) -> str:
-    return first_few([slot.removeprefix("optimizer/") for slot in slots[1:]]) or "none"
-
-
-def _wanted(unit: Unit) -> Iterator[Wanted]:
-    """Yield the rectangles of tensors that the elements of this rank are, one after the other."""
-    for slot, span in unit.layout.spans(unit.owned.start, unit.owned.stop):
-        at = span.start - unit.owned.start
-        for box in slot.rectangles(span.start, span.stop):
-            yield at, slot.parameter.name, box
-            at += prod(cut.stop - cut.start for cut in box)
+    return notes

@@ -244,7 +244,7 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
 
 def _standing(runner: StepRunner, checkpoints: Checkpoints, world: World) -> dict[str, int]:
     """Return the bytes that this rank has allocated from step to step, by kind."""
-    copies = checkpoints.saver.copy_bytes
+    copies = checkpoints.copy_bytes
     return runner.memory() | {"communication": world.buffered, "checkpoint copy": copies}
 
 

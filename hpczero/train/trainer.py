@@ -12,6 +12,7 @@ Rank 0 also reports and writes the run directory. Now and then a step's memory i
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from hpczero.train.console import Output
 from hpczero.train.memory_account import MemoryAccount
 from hpczero.train.process import Deadline, StopRequests, first_reason, seconds_of_save
 from hpczero.train.run_directory import RunDirectory
+from hpczero.train.saved_states import saved_elements
 
 _MOST_SKIPPED = 100  # steps in a row without an update after which the run gives up
 
@@ -115,7 +117,9 @@ class Trainer:
 
     def _save_estimate(self) -> float:
         """Return the seconds of a save."""
-        return seconds_of_save(self.world, self.engine.owned_elements) if self.checkpoints else 0.0
+        if self.checkpoints is None:
+            return 0.0
+        return seconds_of_save(self.world, saved_elements(self.engine))
 
     def _step(
         self,
@@ -157,6 +161,8 @@ class Trainer:
         }
         metrics |= self._what_varies(result, weight)
         self._account_for(step + 1)
+        if step + 1 == self.spec.train.steps:
+            self.engine.come_together()
         validation = None
         if self._evaluates_after(step) and not asked:
             with trace.span("evaluation"):
@@ -280,10 +286,14 @@ class Trainer:
         return (due or last) and self.batches.evaluation_batches() > 0
 
     def evaluate(self, requests: StopRequests) -> tuple[Validation | None, str]:
-        """Return the loss on the validation text; a request to stop ends it without a result."""
+        """Return the loss on the validation text; a request to stop ends it without a result.
+
+        Of replicas that train apart it is the loss of their common weights.
+        """
         self.engine.module.eval()
         tally = Tally()
-        with torch.no_grad():
+        apart = self.engine.update.trains_apart
+        with torch.no_grad(), self.engine.averaged() if apart else nullcontext():
             for number in range(self.batches.evaluation_batches()):
                 batches = self.batches.evaluation(number)
                 tally_here = Tally.of(batches, self.runner.evaluate(batches))

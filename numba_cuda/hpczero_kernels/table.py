@@ -45,6 +45,8 @@ _CUDA = Implementation(CUDA, "cuda", FLOATS)
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "adamw": (_CUDA, _NUMBA, _TORCH),
     "sum": (_CUDA, _NUMBA, _TORCH),
+    "signs": (_CUDA, _NUMBA, _TORCH),
+    "quantised": (_CUDA, _NUMBA, _TORCH),
     "norm": (_CUDA, _TORCH),
     "rms_norm": (_CUDA, _NUMBA, _TORCH),
     "gelu": (_CUDA, _TORCH),

@@ -8,7 +8,16 @@ import threading
 import pytest
 import torch
 
-from hpczero_kernels import adamw, cross_entropy, elementwise, norm, reduce
+from hpczero_kernels import (
+    adamw,
+    cross_entropy,
+    elementwise,
+    message_sizes,
+    norm,
+    quantised,
+    reduce,
+    signs,
+)
 from hpczero_kernels.adamw import AdamWBuffers
 from tests.support.device import DEVICE
 from tests.support.ptx import missing
@@ -77,8 +86,24 @@ def step(
     squares = torch.empty(1, device=x.device)
     reduce.sum_pieces([of_x.view(-1), of_x.view(-1)], state.gradient, False, squares)
     scalars.follow(squares.double().sum().sqrt(), 1.0, 1.0)
+    send(state.gradient)
     adamw.adamw(state, 0.1, scalars)
     return loss.detach()
+
+
+def send(gradient: torch.Tensor) -> None:
+    """Replace the gradient by what messages have of it."""
+    count = gradient.numel()
+    packed = gradient.new_empty(1, message_sizes.sign_bytes(count), dtype=torch.uint8)
+    scales = gradient.new_empty(1, message_sizes.sign_blocks(count))
+    signs.pack_signs(gradient.clone(), gradient, None, packed[0], scales[0])
+    signs.average_signs(packed, scales, gradient)
+    signs.unpack_signs(packed[0], scales[0], None, gradient)
+    packed = gradient.new_empty(1, message_sizes.quantised_bytes(count, 8), dtype=torch.uint8)
+    scales = gradient.new_empty(1, message_sizes.quantised_blocks(count))
+    quantised.quantise(gradient, None, packed[0], scales[0], 8)
+    quantised.average_quantised(packed, scales, gradient, 8)
+    quantised.restore(packed[0], scales[0], gradient, 8)
 
 
 def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AdamWBuffers, adamw.AdamWScalars]:

@@ -50,23 +50,26 @@ class Agreement:
                 " numbers differently, outside of the module?"
             )
 
-    def norm(self, squares: torch.Tensor, units: Sequence[Unit], rates: int) -> torch.Tensor:
-        """Return the gradient's norm; -infinity where ranks differ. Collective.
+    def totals(
+        self, squares: torch.Tensor, units: Sequence[Unit], rates: int, workers: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of squares of each worker's gradient, and if ranks are alike. Collective.
 
-        `squares`: the sum of squares of this rank's shards, in fp64; `rates`: `checksum_of_rates`.
+        `squares`: that of this rank's shards, in fp64; `rates`: `checksum_of_rates`; `workers`: the
+        replicas whose gradients differ, else 1.
         """
         bits = self._checksum(units) if self._tensor else torch.zeros_like(squares)
         of_data = self._data.stack(torch.stack([squares, bits, torch.full_like(squares, rates)]))
-        total, bits = of_data[: self._shards, :2].sum(0)
+        of_workers = of_data.view(-1, self._shards, 3)[:workers]
+        totals, bits = of_workers[..., 0].sum(1), of_workers[..., 1].sum()
         common = _common(of_data[:, 2])
         for group in self._others:
-            of_ranks = group.stack(torch.stack([total, bits, common]))
-            total = of_ranks[:, 0].sum()
-            common = _common(of_ranks[:, 2])
-            bits = _common(of_ranks[:, 1]) if group is self._tensor else bits
-        norm = total.sqrt()
-        is_alike = ~common.isnan() & (~bits.isnan() | ~norm.isfinite())
-        return norm.where(is_alike, -torch.inf)
+            of_ranks = group.stack(torch.cat([totals, torch.stack([bits, common])]))
+            totals = of_ranks[:, :workers].sum(0)
+            common = _common(of_ranks[:, workers + 1])
+            bits = _common(of_ranks[:, workers]) if group is self._tensor else bits
+        is_alike = ~common.isnan() & (~bits.isnan() | ~totals.sum().isfinite())
+        return totals, is_alike
 
     def _checksum(self, units: Sequence[Unit]) -> torch.Tensor:
         """Return a number that follows from the bits of this shard's gradients of what all hold."""

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -18,6 +19,26 @@ from hpczero.device import Device
 from hpczero.parallel.zero.unit import Unit
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """The data ranks that have the same shards: two groups of them, with collectives of their own.
+
+    An exchange (`parallel.replicas.exchange`) has its first pass in one, its second in the other.
+    """
+
+    group: Group
+    averages: Group
+
+    @property
+    def count(self) -> int:
+        return self.group.size
+
+    @property
+    def number(self) -> int:
+        """The number of this rank's replica."""
+        return self.group.rank
+
+
 class DataAxis(Protocol):
     """Collective operations over the data ranks; shard r of a tensor belongs to rank r.
 
@@ -27,7 +48,7 @@ class DataAxis(Protocol):
     """
 
     group: Group
-    replicas: Group | None
+    replicas: Replicas | None
     rank: int
     size: int
     shared: bool  # the ranks of a node have one copy of the weights
@@ -107,10 +128,10 @@ class ShardsAndReplicas:
     Reductions and gathers stay inside. The engine sums the shards over `replicas` once a step.
     """
 
-    def __init__(self, group: Group, inside: DataAxis, replicas: Group) -> None:
+    def __init__(self, group: Group, inside: DataAxis, replicas: Replicas) -> None:
         """`group`: all data ranks, those `inside` one after the other, then the next replica's."""
         self.group = group
-        self.replicas: Group | None = replicas
+        self.replicas: Replicas | None = replicas
         self.inside = inside
         self.rank = inside.rank
         self.size = inside.size

@@ -13,8 +13,9 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,10 +23,15 @@ import torch
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.parallel.offload.offloaded_adamw import OffloadedAdamW
+from hpczero.parallel.replicas.compressed_sums import CompressedSums
+from hpczero.parallel.replicas.local_steps import LocalSteps
+from hpczero.parallel.replicas.one_bit_adam import OneBitAdam
 from hpczero.parallel.zero.agreement import Agreement, checksum_of_rates
+from hpczero.parallel.zero.averaged_weights import AveragedWeights
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.loss_scale import LossScale
+from hpczero.parallel.zero.norm import GradientNorm
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import Reduction
 from hpczero.parallel.zero.torch_update import TorchUpdate
@@ -37,10 +43,10 @@ from hpczero.parallel.zero.weight_gradients import (
     StrayGradients,
     no_torch_overrides,
 )
-from hpczero.parallel.zero.weights import EngineSettings, ModelParts, Weights
+from hpczero.parallel.zero.weights import EngineSettings, ModelParts
 
 
-class Engine(Weights):
+class Engine(AveragedWeights):
     """`engine(...)` runs the module; then `backward` and `finish_step`."""
 
     def __init__(
@@ -64,11 +70,18 @@ class Engine(Weights):
         )
         if self.gatherer:
             self.reduction.on_complete = self.gatherer.forget
+        sums = self.reduction.replicas
+        if axis.replicas and settings.compress:
+            ranks = tensor.size if tensor else 1
+            sums.make = CompressedSums(axis.replicas, ranks, self.pool).start
+        self._make_sum = sums.make
         watches = not settings.own_model
         self.alike = Agreement(axis, tensor, pipeline) if watches else None
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
-        self.update = self._made_update()
-        self._averaged = False  # the weights are the average
+        others, elsewhere = self._others, self.counted_elsewhere
+        self._norm = GradientNorm(self.units, axis, tensor, others, self.alike, elsewhere)
+        self.update = self._made_update(list(tied))
+        self.follow_update()
         self._had_backward: set[Unit] = set()  # in this step
         self.on_backward: Callable[[], None] | None = None  # called when the first of a step begins
         self._is_last = False  # the backward that runs, or ran last, is the last of the step
@@ -80,13 +93,24 @@ class Engine(Weights):
         self.fill(parts.values)
         self.update.start()
 
-    def _made_update(self) -> Update:
+    def _made_update(self, tied: Sequence[Unit]) -> Update:
+        if replicas := self.axis.replicas:
+            optimizer = self.settings.optimizer
+            if optimizer.outer.every:
+                return LocalSteps(self, self.absent, replicas, tied)
+            if optimizer.name == "one_bit_adam":
+                return OneBitAdam(self, self.absent, replicas)
         if self.settings.update.optimizer:
             return TorchUpdate(self, self.absent)
         if self.file or self.from_device:
             self.reduction.on_summed = self._summed
             return OffloadedAdamW(self, self.absent, self.file)
         return AdamWUpdate(self, self.absent)
+
+    def follow_update(self) -> None:
+        """Sum gradients over the replicas from now on, or not, as the update wants it."""
+        differ = self.update.gradients_differ
+        self.reduction.replicas.make = None if differ else self._make_sum
 
     def memory(self) -> dict[str, int]:
         return super().memory() | self.update.memory()
@@ -101,6 +125,8 @@ class Engine(Weights):
         if not self.settings.own_model:
             self.wait_for_weights()
             self.outside.check_once()
+        if torch.is_grad_enabled():
+            self.update.begin_gradients()
         with (
             self._direct.redirect_weight_grads(),
             self.gatherer.forward() if self.gatherer else nullcontext(),
@@ -130,6 +156,7 @@ class Engine(Weights):
         one order, and the next one's are on their way while a layer runs.
         """
         self.update.refuse_after_failure()
+        self.update.poll()
         if self._behind:
             places = [self._behind.index(one) for one in units if one in self._behind]
             last = max(places, default=-2)
@@ -168,6 +195,7 @@ class Engine(Weights):
         chosen = self.units if units is None else units
         self.reduction.refuse_after_failure()
         self.refuse_averaged("backward")
+        self.update.begin_gradients()
         in_half = not self.settings.accumulates and self.settings.train.precision != "fp32"
         if in_half and self._had_backward.intersection(chosen):
             raise HpczeroError(
@@ -211,6 +239,7 @@ class Engine(Weights):
             self._stray.drop(parameter)
             return
         with no_torch_overrides():
+            self.update.poll()
             # In a backward inside the engine's, autograd calls this for each use.
             self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())
 
@@ -260,112 +289,58 @@ class Engine(Weights):
         self.reduction.finish()
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
-        scale = self.loss_scale.value
+        differ = self.update.gradients_differ and self.axis.replicas
+        workers = self.axis.replicas.count if differ and self.axis.replicas else 1
+        # each of several workers has its part of a mean over all of them
+        scale = self.loss_scale.value / workers
         rates = checksum_of_rates(lr, own_lr)
-        grad_norm = self._norm(rates) / scale
-        read_norm = self.device.later(grad_norm.view(1))
+        norms = self._norm.own_and_common(rates, workers) / scale
+        read_norms = self.device.later(norms)
         host_sync = self.axis.group.connection.progress.snapshot()
         if self.update.reads_on_host():
             host_sync()
         changed = list(self.reduction.tied)
-        self.update.begin(Step(self.updates + 1, lr, own_lr, grad_norm, read_norm, scale, changed))
+        number = self.updates + 1
+        self.update.begin(
+            Step(number, lr, own_lr, norms[0], lambda: read_norms()[:1], scale, changed)
+        )
         for unit in self.units:
             self.update.step(unit)
             self._start_arriving(unit)
         host_sync()
-        (norm,) = read_norm()
+        _, norm = read_norms()
         finite = 0 <= norm < float("inf")
         if not norm < 0:  # all ranks are at one
             self.loss_scale = self.loss_scale.after(overflow=not finite)
         self.updates += finite
         if finite:
             self.absent.updated()
-            self.update.follow_average()
+            self.update.carried_out(number)
+            self.follow_update()
         self.absent.begin_step()
         self.outside.accept()
         if self.alike and norm < 0:
             self.alike.refuse(self.units, lr, rates)
-        return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
+        bad = None if finite else self.reduction.bad.first(self._others)
+        return StepResult(norm, scale * workers, bad)
 
-    def _norm(self, rates: int) -> torch.Tensor:
-        """Return the norm of the loss-scaled gradient.
-
-        Blocks, then shards, are added in a fixed order: the same on every rank and at every stage.
-        It is -infinity where ranks differ in what they must have in common.
-        """
-        counted = [unit for unit in self.units if unit not in self.counted_elsewhere]
-        zero = torch.zeros((), dtype=torch.float64, device=self.device.torch)
-        squares = torch.stack([zero, *(unit.squares.double().sum() for unit in counted)]).sum()
-        if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
-            shared = (unit.squares_held_by_all() for unit in counted)
-            squares -= sum(shared, torch.zeros_like(squares))
-        if self.alike:
-            return self.alike.norm(squares, counted, rates)
-        total = self.axis.group.stack(squares)[: self.axis.size].sum()  # one of each shard
-        for group in self._others:
-            total = group.stack(total).sum()
-        return total.sqrt()
-
-    # -- the average of the weights
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Have the average of the weights for the weights inside. Collective.
-
-        An error that leaves the context may be this rank's alone, so nothing is exchanged then:
-        the weights stay the average until a next `averaged` ends.
-        """
-        if not self.update.average:
-            raise HpczeroError(
-                "averaged: this engine keeps no average: give initialize(..., average=0.999)"
-            )
-        if self._had_backward:
-            raise HpczeroError("averaged: gradients of the weights wait for their step")
-        if not self._averaged:
-            self.renew(self.update.swap_average)
-        self._averaged = True
-        yield
-        self._end_averaged()
-
-    def _end_averaged(self) -> None:
-        if self._averaged:
-            self.renew(self.update.swap_average)
-            self._averaged = False
-
-    def refuse_averaged(self, what: str) -> None:
-        """Raise HpczeroError inside `averaged`."""
-        if self._averaged:
-            raise HpczeroError(
-                f"{what}: the weights are their average inside `with engine.averaged()`. After an "
-                "error there they still are: `with engine.averaged(): pass`, on every rank, ends it"
-            )
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take parameters and buffers from data rank 0. Collective.
-
-        The average begins anew with them; the moments stay.
-        """
-        self.refuse_averaged("load_state_dict")
-        super().load_state_dict(state)
-        self.update.begin_average()
-
-    @contextmanager
-    def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> Iterator[None]:
-        if modify:
-            self.refuse_averaged("gathered(modify=True)")
-        with super().gathered(parameters, modify):
-            yield
+    # -- the whole of it
 
     def begin_anew(self) -> None:
         """Forget all steps: the present weights are the first ones of a training."""
         self.wait_for_weights()
         for unit in self.units:
-            for state in self.update.states(unit).values():
-                state.zero_()
+            update = self.update
+            own = update.own_states(unit).values(), update.dealt_states(unit).values()
+            for state in chain(update.states(unit).values(), *own):
+                if state is not unit.master:
+                    state.zero_()
         self.updates = 0
         self.absent.missed = {}
         self.loss_scale = LossScale.first(self.settings.train)
+        self.update.take_numbers({}, 0)
         self.update.start()
+        self.follow_update()
 
     def parameter_count(self) -> int:
         """Return the size of the whole model. Collective where that is on several stages."""

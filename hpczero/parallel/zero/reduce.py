@@ -19,32 +19,16 @@ from torch import Tensor
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.parallel.states import Sharded
+from hpczero.parallel.zero.bad_gradients import BadGradients
 from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.parameters import gradient_left, leave_gradient
+from hpczero.parallel.zero.replica_sums import ReplicaSums
 from hpczero.parallel.zero.unit import Unit
 from hpczero.text import first_few
 from hpczero_kernels.cpu import Pool
 from hpczero_kernels.reduce import BLOCK, sum_pieces
 
-_UNKNOWN = -1  # a rank
 _AT_THE_END = 1 << 30  # gradients that never come
-
-
-@dataclass(frozen=True)
-class BadGradient:
-    """The first tensor, from the loss backwards, whose gradient was not finite on some rank.
-
-    No tensor: only the sum over ranks was not finite. No rank: the rank is not known.
-    """
-
-    tensor: str | None
-    data_rank: int | None
-
-    def __str__(self) -> str:
-        if self.tensor is None:
-            return "only the sum over the ranks"
-        where = "" if self.data_rank is None else f" of data rank {self.data_rank}"
-        return f"first in {self.tensor}{where}"
 
 
 class Reduction:
@@ -68,12 +52,12 @@ class Reduction:
         `names_backwards`: all parameters of the model. `tied`: units that other pipeline stages
         have too, whose sums are added up.
         """
-        self.names_backwards = names_backwards
+        self.bad = BadGradients(units, axis, names_backwards)
+        self.replicas = ReplicaSums(axis.replicas, pool, self._have_sum)
         self.tied = tied
         self.axis = axis
         self.sharded = sharded
         self.pool = pool
-        self.checks_on_host = not axis.device.has_queues  # else the host would wait for sums
         self.on_complete: Callable[[Unit], None] = lambda unit: None  # told of complete units
         self.on_summed: Callable[[Unit], None] = lambda unit: None  # told when a sum is done
         self._gradient_slots = gradient_slots
@@ -81,12 +65,9 @@ class Reduction:
         self._units = list(reversed(units))  # in the order in which they start
         self._set_order(self._units)
         self._in_flight: dict[Unit, Work] = {}  # sums, oldest first
-        self.replicas = axis.replicas  # None: there are none, or their gradients are to differ
-        self.joins_at_end = False  # replicas' sums start in `finish`, however backwards end
+        self.joins_at_end = False  # sums over replicas start in `finish`, however backwards end
         self._is_last = False  # no further sum of the units comes in this step
-        self._last_sum: set[Unit] = set()  # whose sum in flight is the last one of the step
-        self._joining: dict[Unit, Work] = {}  # sums over the replicas, oldest first
-        self._joined: set[Unit] = set()  # whose sum over the replicas has begun, or ended
+        self._last_sums: set[Unit] = set()  # units whose last sum of the step has been started
         self._sums_started = 0  # since the beginning
         self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
@@ -94,7 +75,6 @@ class Reduction:
         self._failed = False  # a backward of this step has raised
         self._deferred: set[tuple[Unit, int]] = set()  # gradients that wait in `parameter.grad`
         self._completed: list[Unit] | None = []  # in the first step, as they come
-        self._bad: list[tuple[int, int]] = []  # (index in names_backwards, data rank)
         self._index_of: dict[Tensor, tuple[Unit, int]] = {}
         for unit in units:
             for index, parameter in enumerate(unit.parameters):
@@ -111,7 +91,7 @@ class Reduction:
         chosen = self._units
         if units is not None:
             chosen = [unit for unit in chosen if unit in units]
-        done = self._joined if self.sharded.gradients else self._reduced
+        done = self.replicas.begun if self.sharded.gradients else self._reduced
         if done.intersection(chosen):
             raise HpczeroError(
                 "a backward after the one that was said to be the last of the step: say last=True"
@@ -153,13 +133,14 @@ class Reduction:
             self._start_remaining()
         while self._in_flight:
             self._collect(wait=True)
-        self._join_all([])
+        self.replicas.finish([])
+        self._last_sums.clear()
         for unit in self._units:
             unit.drop_gradients()
         self._reducing = self._failed = False
         self._reduced.clear()
         self._deferred.clear()
-        self._bad.clear()
+        self.bad.clear()
         if self._completed is not None:
             self._completed = []
 
@@ -253,7 +234,8 @@ class Reduction:
         self._start_remaining()
         while self._in_flight:
             self._collect(wait=True)
-        self._join_all(self._units)
+        self.replicas.finish(self._units)
+        self._last_sums.clear()
         for unit, group in self.tied.items():
             group.all_reduce(unit.reduced_shard)
             sum_pieces([unit.reduced_shard], unit.reduced_shard, False, unit.squares, self.pool)
@@ -265,44 +247,6 @@ class Reduction:
         if self._completed is not None:
             self._keep_order(list(dict.fromkeys(self._completed)))
             self._completed = None
-
-    def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
-        """Return which gradient, also of the other groups, made a sum not finite. Collective."""
-        if not self.checks_on_host:  # only sums are left: they tell the rank where there is one
-            rank = _UNKNOWN if self.axis.group.size > 1 else 0
-            for unit in self._units:
-                shard = unit.reduced_shard
-                self.note_bad(unit, unit.shard.start, [shard], [rank], shard)
-        none_bad = len(self.names_backwards)
-        index, rank = min(self._bad, default=(none_bad, 0))
-        for group in (self.axis.group, *others):
-            firsts = group.stack(torch.tensor([index, rank], dtype=torch.int64))
-            index, rank = min(map(tuple, firsts.tolist()))
-        self._bad.clear()
-        if index == none_bad:
-            return BadGradient(None, None)
-        return BadGradient(self.names_backwards[index], None if rank == _UNKNOWN else rank)
-
-    def note_bad(
-        self, unit: Unit, first: int, parts: list[Tensor], ranks: Sequence[int], out: Tensor
-    ) -> None:
-        """Note which tensors of which ranks made a sum, of elements from `first` on, not finite.
-
-        The `ranks` are those among which states are cut.
-        An earlier sum of the step that was not finite has been noted before. A sum may have been
-        written over one of its parts: that part is to blame if no other is.
-        """
-        for slot, elements in unit.layout.spans(first, first + out.numel()):
-            within = slice(elements.start - first, elements.stop - first)
-            parts_of_ranks = zip(ranks, parts, strict=True)
-            bad = [
-                (rank, part) for rank, part in parts_of_ranks if not part[within].isfinite().all()
-            ]
-            intact = [(rank, part) for rank, part in bad if part.data_ptr() != out.data_ptr()]
-            if bad:
-                index = self.names_backwards.index(slot.parameter.name)
-                before = self.axis.group.rank - self.axis.rank  # data ranks of other replicas
-                self._bad += [(index, before + rank) for rank, _ in intact or bad]
 
     def _start_remaining(self) -> None:
         for unit in self._order[self._started :]:
@@ -345,7 +289,7 @@ class Reduction:
         accumulate = self.sharded.gradients and unit in self._reduced
         self._reduced.add(unit)
         if self._is_last:
-            self._last_sum.add(unit)
+            self._last_sums.add(unit)
         sums = GradientSum(self, unit, accumulate)
         self._in_flight[unit] = self.axis.reduce(unit.send_buffer, sums)
 
@@ -365,42 +309,12 @@ class Reduction:
             if self.sharded.gradients:
                 del self._gradient_slot_of[unit]
                 unit.buffer = None
-            if self.replicas is None:
-                self.on_summed(unit)
-            elif unit in self._last_sum:
-                self._join(unit)
-        while self._joining:
-            unit, work = next(iter(self._joining.items()))
-            if not work.poll():
-                return
-            self._have_joined(unit)
+            if unit in self._last_sums or not self.replicas.are_summed:
+                self.replicas.start(unit)
+        self.replicas.poll()
 
-    def _join(self, unit: Unit) -> None:
-        """Start the sum of a unit's shard over the replicas."""
-        assert self.replicas
-        self._joined.add(unit)
-        self._joining[unit] = self.replicas.start_all_reduce(unit.narrow_shard())
-
-    def _have_joined(self, unit: Unit) -> None:
-        del self._joining[unit]
-        unit.widen_shard()
-        shard = unit.reduced_shard
-        sum_pieces([shard], shard, False, unit.squares, self.pool)
+    def _have_sum(self, unit: Unit) -> None:
         self.on_summed(unit)
-
-    def _join_all(self, units: Sequence[Unit]) -> None:
-        """Sum these units over the replicas, as far as that has not begun, and end all such sums.
-
-        So begins the next step.
-        """
-        for unit in units if self.replicas else ():
-            if unit not in self._joined:
-                self._join(unit)
-        for unit, work in list(self._joining.items()):
-            work.wait()
-            self._have_joined(unit)
-        self._joined.clear()
-        self._last_sum.clear()
 
     def _keep_order(self, completed: list[Unit]) -> None:
         """Start units from now on in the order in which they were complete on the first rank.
@@ -439,12 +353,13 @@ class GradientSum:
         squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
         out = self.unit.reduced_shard[window]
         sum_pieces(parts, out, self.accumulate, squares, self.reduction.pool)
-        if self.reduction.checks_on_host and not squares.isfinite().all():
+        bad = self.reduction.bad
+        if bad.noted_on_host and not squares.isfinite().all():
             first = self.unit.shard.start + window.start
-            self.reduction.note_bad(self.unit, first, parts, ranks, out)
+            bad.note(self.unit, first, parts, ranks, out)
 
     def of_node(self, first: int, parts: list[Tensor], ranks: Sequence[int], out: Tensor) -> None:
         squares = torch.empty(-(-out.numel() // BLOCK), dtype=torch.float32)
         sum_pieces(parts, out, False, squares, self.reduction.pool)
         if not squares.isfinite().all():
-            self.reduction.note_bad(self.unit, first, parts, ranks, out)
+            self.reduction.bad.note(self.unit, first, parts, ranks, out)

@@ -30,16 +30,18 @@ def state_dict(
     module: nn.Module,
     units: Sequence[Unit],
     axis: DataAxis,
+    weights_of: Callable[[Unit], torch.Tensor],
     tensor: Group | None = None,
     file: StateFile | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the module's state_dict, the parameters in fp32, on the first rank; {} elsewhere.
 
-    `tensor`: ranks that share the parameters; `file`: may have the master weights. Collective.
+    `weights_of` returns the weights of the owned elements in fp32, which `file` may have; `tensor`:
+    ranks that share the parameters. Collective.
     """
     masters: dict[torch.Tensor, torch.Tensor] = {}
     for unit in units:
-        flat = _master_on_rank_0(unit, axis.group, file)
+        flat = _weights_on_rank_0(unit, weights_of(unit), axis.group, file)
         if flat is not None:
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 own = unit.part(flat, slot).clone().cpu()
@@ -124,12 +126,14 @@ def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
-def _master_on_rank_0(unit: Unit, group: Group, file: StateFile | None) -> torch.Tensor | None:
-    """Return the unit's master weights on data rank 0; None elsewhere."""
-    is_whole = unit.master.numel() == unit.layout.size
+def _weights_on_rank_0(
+    unit: Unit, master: torch.Tensor, group: Group, file: StateFile | None
+) -> torch.Tensor | None:
+    """Return the unit's weights, of which ranks have these, on data rank 0; None elsewhere."""
+    is_whole = master.numel() == unit.layout.size
     if group.rank and (is_whole or group.rank >= unit.layout.shards):
         return None  # others have the same
-    master = file.copy_of(unit.master) if file and file.holds(unit.master) else unit.master
+    master = file.copy_of(master) if file and file.holds(master) else master
     if is_whole:
         return master
     if group.rank:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hpczero.device import Device
 from hpczero.errors import InputError
+from hpczero.parallel.zero.bad_gradients import BadGradient
 from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import AbsentGradients
-from hpczero.parallel.zero.reduce import BadGradient
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.weights import Weights
 from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_step
@@ -85,6 +85,39 @@ class Update(ABC):
     def take_gradient(self, unit: Unit, is_last: bool) -> None:  # noqa: B027
         """Begin to use a unit's sum of gradients, unless another one of this step comes."""
 
+    @property
+    def gradients_differ(self) -> bool:
+        """True if each replica steps by its own gradient, so that these are not summed."""
+        return False
+
+    @property
+    def trains_apart(self) -> bool:
+        """True if replicas have weights of their own between exchanges."""
+        return False
+
+    @property
+    def is_exchanging(self) -> bool:
+        """True, on all ranks alike, while replicas exchange what `take_over` completes."""
+        return False
+
+    def come_together(self, unit: Unit) -> None:
+        """Make the weights of replicas that train apart their mean; the rank's weights follow."""
+        raise NotImplementedError
+
+    def begin_gradients(self) -> None:  # noqa: B027
+        """Begin what goes on during a step's forward and backward; called once or more."""
+
+    def poll(self) -> None:  # noqa: B027
+        """Move on what goes on meanwhile."""
+
+    def take_over(self) -> list[Unit]:
+        """Complete what `begin_gradients` has begun; return units that have new weights for it."""
+        return []
+
+    def carried_out(self, number: int) -> None:
+        """Follow an update that has been carried out. Collective."""
+        self.follow_average()
+
     def drop_gradients(self) -> None:  # noqa: B027
         """Forget what was taken in this step."""
 
@@ -110,6 +143,29 @@ class Update(ABC):
     @abstractmethod
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over `facts`, after the `states` have been filled."""
+
+    def common_weights(self, unit: Unit) -> Tensor:
+        """Return the owned weights in fp32 that stand for the model; equal on all replicas."""
+        return unit.master
+
+    def own_states(self, unit: Unit) -> dict[str, Tensor]:
+        """Return the states of the owned elements that each replica has of its own, by name."""
+        return {}
+
+    def dealt_states(self, unit: Unit) -> dict[str, Tensor]:
+        """Return the states of which each replica has those of its part (`sizes.part_of`)."""
+        return {}
+
+    def dealt_part(self, unit: Unit, replica: int) -> slice:
+        """Return the elements, of those owned, of which a replica has dealt states."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that belong to the state; equal on all ranks."""
+        return {}
+
+    def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:  # noqa: B027
+        """Take over such numbers, those of a state after so many updates."""
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of memory that it has besides the arena's, by kind."""
@@ -141,6 +197,11 @@ class Update(ABC):
 
     # -- the average of the weights
 
+    @property
+    def has_average(self) -> bool:
+        """True if other weights stand for the model (`swap_average`)."""
+        return bool(self.average)
+
     def begin_average(self) -> None:
         """Let the average begin with the present weights."""
         for unit, average in self.average.items():
@@ -158,13 +219,7 @@ class Update(ABC):
 
     def swap_average(self, unit: Unit) -> None:
         """Exchange the average and the master weights; the weights that this rank writes follow."""
-        average = self.average[unit]
-        for start in range(0, average.numel(), _SWAPPED):
-            part = slice(start, start + _SWAPPED)
-            kept = unit.master[part].clone()
-            unit.master[part] = average[part]
-            average[part] = kept
-        unit.weights_from_master()
+        swap_with_master(unit, self.average[unit])
 
 
 @dataclass(frozen=True)
@@ -279,6 +334,16 @@ class AdamWUpdate(Update):
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.refuse_other("adamw", facts)
+
+
+def swap_with_master(unit: Unit, others: Tensor) -> None:
+    """Exchange a unit's master weights for others; the weights that this rank writes follow."""
+    for start in range(0, others.numel(), _SWAPPED):
+        part = slice(start, start + _SWAPPED)
+        kept = unit.master[part].clone()
+        unit.master[part] = others[part]
+        others[part] = kept
+    unit.weights_from_master()
 
 
 def take_zeros(arena: Arena, kind: str, unit: Unit) -> Tensor:

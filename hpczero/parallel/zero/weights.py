@@ -73,6 +73,8 @@ class EngineSettings:
     threads: int = 1
     own_model: bool = False
     update: UpdatePlan = PLAIN_ADAMW
+    compress: bool = False  # the sums over replicas, in 8 bits
+    warmup_steps: int = 0  # of the learning rate
 
 
 class Weights:
@@ -95,6 +97,7 @@ class Weights:
         self.tensor = tensor
         self.pipeline = pipeline
         self._others = [group for group in (tensor, pipeline) if group]
+        self.groups = [axis.group, *self._others]  # that have parts of the model
         self.everyone = parts.everyone or axis.group
         # this rank and its neighbours have a whole model that can be asked for
         self.is_whole = not self._others or parts.everyone is not None
@@ -252,15 +255,6 @@ class Weights:
             self.file.let_pages_go()
 
     # -- parameters as a whole
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state_dict, the parameters in fp32, on the first rank; {} elsewhere.
-
-        Collective.
-        """
-        assert self.is_whole, "other ranks have the rest"
-        self.wait_for_weights()
-        return state_dict.state_dict(self.module, self.units, self.axis, self.tensor, self.file)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take parameters and buffers, all of them, from the first rank; the moments stay.

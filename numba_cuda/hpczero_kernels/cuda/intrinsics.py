@@ -23,24 +23,27 @@ if SIMULATED:
         exp,
         from_fp16x2,
         inner,
+        load1,
         load2,
         load4,
         load16,
         moved,
         number_of,
         sqrt,
+        store1,
         store2,
         store4,
         store16,
         to_bf16x2,
         to_fp16x2,
+        warp_max,
     )
 else:
     import math
     from functools import partial
 
     from llvmlite import ir
-    from numba import float32
+    from numba import float32, int32, uint32
     from numba.cuda.extending import intrinsic
 
     inner = partial(cuda.jit, device=True, forceinline=True)
@@ -113,12 +116,21 @@ else:
         return types.uint32(address, types.uint64), _loads(2)
 
     @intrinsic
+    def load1(context, address, offset):
+        """Read a byte as the lowest one of a word."""
+        return types.uint32(address, types.uint64), _loads(1)
+
+    @intrinsic
     def store4(context, address, offset, word):
         return types.void(address, types.uint64, types.uint32), _stores(4)
 
     @intrinsic
     def store2(context, address, offset, word):
         return types.void(address, types.uint64, types.uint32), _stores(2)
+
+    @intrinsic
+    def store1(context, address, offset, word):
+        return types.void(address, types.uint64, types.uint32), _stores(1)
 
     @intrinsic
     def number_of(context, bits):
@@ -209,6 +221,14 @@ else:
         cuda.syncthreads()
         lane = thread % WARP
         return _warp_max(warp_values[lane] if lane < warps else float32(-math.inf))
+
+    @inner
+    def warp_max(word):
+        """Return the largest word, below 2^31, of a warp's threads, on all of them."""
+        word = int32(word)
+        for step in range(5):
+            word = max(word, cuda.shfl_xor_sync(0xFFFFFFFF, word, 16 >> step))
+        return uint32(word)
 
     @inner
     def _warp_sum(value):

@@ -52,12 +52,20 @@ def load2(address, offset):
     return uint32(ctypes.c_uint16.from_address(int(address) + int(offset)).value)
 
 
+def load1(address, offset):
+    return uint32(ctypes.c_uint8.from_address(int(address) + int(offset)).value)
+
+
 def store4(address, offset, word):
     ctypes.c_uint32.from_address(int(address) + int(offset)).value = int(word)
 
 
 def store2(address, offset, word):
     ctypes.c_uint16.from_address(int(address) + int(offset)).value = int(word) & 0xFFFF
+
+
+def store1(address, offset, word):
+    ctypes.c_uint8.from_address(int(address) + int(offset)).value = int(word) & 0xFF
 
 
 def number_of(bits):
@@ -107,6 +115,16 @@ def block_sums(first, second):
 @inner
 def block_max(value):
     return _combine(value, max)
+
+
+@inner
+def warp_max(word):
+    words = cuda.shared.array(_MOST_THREADS, uint32)
+    cuda.syncthreads()
+    words[cuda.threadIdx.x] = word
+    cuda.syncthreads()
+    first = cuda.threadIdx.x // 32 * 32
+    return uint32(max(words[first : first + 32]))
 
 
 @inner

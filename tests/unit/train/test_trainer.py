@@ -2,8 +2,8 @@
 
 import pytest
 
+from hpczero.parallel.zero.bad_gradients import BadGradient
 from hpczero.parallel.zero.engine import StepResult
-from hpczero.parallel.zero.reduce import BadGradient
 from hpczero.spec.schema import Spec, Train
 from hpczero.train import trainer
 from hpczero.train.trainer import Outcome, Trainer

@@ -1,0 +1,170 @@
+"""1-bit Adam between replicas (Tang et al. 2021): after a warm-up, signs of the momentum are sent.
+
+Warm-up: AdamW on the gradient of all replicas. Then the second moment v is frozen. A step of each
+replica, with its own gradient g, clipped by its own norm:
+
+    m = beta1 m + (1 - beta1) g
+    u = m / (sqrt(v / correction2) + eps)                    (0 where v is 0)
+    u = the average over the replicas of u, as signs with a scale for each block (`exchange`)
+    m = u (sqrt(v / correction2) + eps)
+    w = w (1 - lr decay) - lr u / correction1
+
+The paper sends m. Here u is sent, the same but for a constant factor of each element, so that the
+elements of a block, which share a scale, are steps of like sizes: otherwise those with a small v
+would take steps of the size of the others' momentum.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from hpczero.parallel.replicas.exchange import Errors
+from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
+from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
+from hpczero.parallel.zero.unit import Unit
+from hpczero.parallel.zero.update import AdamWUpdate, Step
+from hpczero.parallel.zero.weights import Weights
+
+_CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache
+_STABLE = 0.96  # of the norm of the second moment, now and 1 / (1 - beta2) updates ago
+_FROZEN, _LOOKED, _NORM = "frozen", "variance_seen", "variance_norm"
+
+
+class OneBitAdam(AdamWUpdate):
+    """`frozen`: the update after which the second moment was frozen; 0: it is not yet."""
+
+    def __init__(self, weights: Weights, absent: AbsentGradients, replicas: Replicas) -> None:
+        super().__init__(weights, absent)
+        tensor = weights.tensor.size if weights.tensor else 1
+        self._exchanger = Exchanger(replicas, "signs", tensor, weights.pool)
+        self.errors: dict[Unit, Errors] = {
+            unit: self._exchanger.errors_of(unit.master) for unit in self.units
+        }
+        self._groups = weights.groups  # that have the other elements of this replica's model
+        self._shards = weights.axis.size
+        self._warmup = weights.settings.warmup_steps
+        self.frozen = 0
+        self._seen = 0, 0.0  # the update after which v was looked at last, and its norm then
+        self._step: Step | None = None
+        self._in_flight: dict[Unit, UnitExchange] = {}
+        largest = max(unit.master.numel() for unit in self.units)
+        self._u = self.units[0].master.new_empty(largest)
+
+    @property
+    def gradients_differ(self) -> bool:
+        return self.frozen > 0
+
+    def memory(self) -> dict[str, int]:
+        errors = [tensor for one in self.errors.values() for tensor in (one.sent, one.served)]
+        return {
+            "exchange": sum(tensor.nbytes for tensor in (self._u, *errors) if tensor is not None)
+        }
+
+    def reads_on_host(self) -> bool:
+        return self.gradients_differ or super().reads_on_host()
+
+    def begin(self, step: Step) -> None:
+        if not self.gradients_differ:
+            super().begin(step)
+            return
+        (norm,) = step.read_norm()
+        self._step = step if isfinite(norm) else None
+        if self._step is None:
+            return
+        clip = self.settings.train.grad_clip
+        factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / step.scale
+        for unit in self.units:
+            u = self._own_step(unit, factor)
+            variance = self.moment2[unit]
+            self._in_flight[unit] = self._exchanger.start(unit, u, self.errors[unit], variance)
+
+    def _own_step(self, unit: Unit, factor: float) -> Tensor:
+        """Update the momentum by this replica's gradient; return u."""
+        beta1 = self.settings.optimizer.betas[0]
+        moment, gradient = self.moment1[unit], unit.gradient_to_step
+        u = self._u[: moment.numel()]
+        for part, roots in self._roots(unit):
+            own = moment[part].mul_(beta1).add_(gradient[part], alpha=(1.0 - beta1) * factor)
+            u[part] = torch.where(self.moment2[unit][part] != 0, own / roots, 0.0)
+        return u
+
+    def _roots(self, unit: Unit) -> Iterator[tuple[slice, Tensor]]:
+        """Yield parts of the owned elements with what their momentum is divided by."""
+        _, beta2 = self.settings.optimizer.betas
+        correction = sqrt(1.0 - beta2**self.frozen)
+        variance = self.moment2[unit]
+        for start in range(0, variance.numel(), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            roots = variance[part].sqrt()
+            yield part, roots.div_(correction).add_(self.settings.optimizer.eps)
+
+    def step(self, unit: Unit) -> None:
+        if not self.gradients_differ:
+            super().step(unit)
+            return
+        if self._step is None:
+            return
+        exchange = self._in_flight.pop(unit)
+        exchange.wait()
+        u = self._u[: unit.master.numel()]
+        exchange.decode(u)
+        for part, roots in self._roots(unit):
+            torch.mul(u[part], roots, out=self.moment1[unit][part])
+        beta1, _ = self.settings.optimizer.betas
+        size = self._step.lr / (1.0 - beta1**self._step.number)
+        for span in self.spans_to_step(unit, frozenset()):
+            master = unit.master[span.elements]
+            master.mul_(1.0 - self._step.lr * span.decay).sub_(u[span.elements], alpha=size)
+        unit.weights_from_master()
+        for other in self._in_flight.values():
+            other.poll()
+
+    def carried_out(self, number: int) -> None:
+        """Freeze the second moment if it is time, after an update. Collective."""
+        if self.frozen:
+            return
+        if wanted := self.settings.optimizer.freeze:
+            self.frozen = number if number >= wanted else 0
+            return
+        _, beta2 = self.settings.optimizer.betas
+        before, norm_before = self._seen
+        if number - before < round(1.0 / (1.0 - beta2)):
+            return
+        norm = self._norm_of_variance()
+        alike = min(norm, norm_before) >= _STABLE * max(norm, norm_before)
+        if before and alike and norm and number >= self._warmup:
+            self.frozen = number
+        self._seen = number, norm
+
+    def _norm_of_variance(self) -> float:
+        """Return the sum of the second moments; of what several ranks hold, more than once."""
+        sums = [self.moment2[unit].sum(dtype=torch.float64) for unit in self.units]
+        total = torch.stack(sums).sum()
+        for group in self._groups:
+            total = group.stack(total).sum()
+        return float(total)
+
+    # -- what a checkpoint has besides
+
+    def own_states(self, unit: Unit) -> dict[str, Tensor]:
+        sent = self.errors[unit].sent
+        assert sent is not None
+        return {"error": sent}
+
+    def dealt_states(self, unit: Unit) -> dict[str, Tensor]:
+        served = self.errors[unit].served
+        assert served is not None
+        return {"served_error": served}
+
+    def dealt_part(self, unit: Unit, replica: int) -> slice:
+        return self._exchanger.part(unit.master.numel(), replica)
+
+    def numbers(self) -> dict[str, float]:
+        before, norm = self._seen
+        return {_FROZEN: self.frozen, _LOOKED: before, _NORM: norm}
+
+    def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
+        self.frozen = int(numbers.get(_FROZEN, 0))
+        self._seen = int(numbers.get(_LOOKED, 0)), float(numbers.get(_NORM, 0.0))
