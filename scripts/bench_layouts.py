@@ -81,12 +81,12 @@ def every_layout(space: Space) -> list[Layout]:
     """Return all layouts, but for what only saves memory and changes nothing else."""
     found = []
     for parallel in space.parallels:
-        ways = product(
-            space.orders(parallel), space.states(parallel), space.micro_batches(parallel)
-        )
-        for order, states, size in ways:
-            layout = space.layout(parallel, order, states, size)
-            found += [space.saving(layout, Saving(again, 0, 0, 0)) for again in range(4)]
+        for order in space.orders(parallel):
+            for states, size in product(
+                space.states(parallel, order), space.micro_batches(parallel)
+            ):
+                layout = space.layout(parallel, order, states, size)
+                found += [space.saving(layout, Saving(again, 0, 0, 0)) for again in range(4)]
     return found
 
 

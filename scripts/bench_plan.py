@@ -63,8 +63,9 @@ def drawn(space: Space, count: int) -> Iterator[Spec]:
     for _ in range(count):
         parallel = choice.choice(space.parallels)
         size = choice.choice(space.micro_batches(parallel))
-        states = choice.choice(list(space.states(parallel)))
-        layout = space.layout(parallel, choice.choice(space.orders(parallel)), states, size)
+        order = choice.choice(space.orders(parallel))
+        states = choice.choice(list(space.states(parallel, order)))
+        layout = space.layout(parallel, order, states, size)
         saving = choice.choice(space.savings(parallel, size))
         yield space.spec_with(space.saving(layout, saving))
 

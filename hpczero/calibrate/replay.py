@@ -18,8 +18,9 @@ from hpczero.planner.step_costs import Edge, Seconds
 from hpczero.train import trace_file
 
 _WAITED = 20_000  # ns: a shorter wait tells nothing of a message
+_OF_DATA = ("data", "data gathers", "shard", "shard gathers", "replica")
 # of waits along an axis
-_CAUSES = {"tensor": "tensor", "data": "data", "data gathers": "data", "pipeline": "messages"}
+_CAUSES = {"tensor": "tensor", "pipeline": "messages", **dict.fromkeys(_OF_DATA, "data")}
 _OF_SPANS = {"optimizer step": "optimizer"}
 
 

@@ -60,7 +60,7 @@ def read(run: Path) -> TracedRun:
         for of_rank in events.values()
     ]
     grid = trace.grid
-    inside, between = _collectives(events, steps, grid)
+    inside, between = _collectives(events, steps, grid.by_axis(spec.zero.shard_ranks))
     simulated = len(set(start.hosts)) < len(set(nodes))
     of_sample = sum(family(spec.model).operations(spec.model, spec.seq_len))
     return TracedRun(
@@ -97,16 +97,17 @@ def _product(spec: Spec) -> tuple[int, int, int]:
 
 def _updated(spec: Spec, grid: Grid) -> float:
     """Return the bytes that a rank's update reads and writes, on average."""
-    parts = len(grid.rank_at_place)
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    parts = len(grid.rank_at_place) // divided.size("replica")
     if not Sharded.at_stage(spec.zero.stage, node_shared=False).optimizer:
-        parts //= grid.size("data")
+        parts //= divided.size("shard")
     half = spec.train.precision != "fp32"
     of_element = _MOMENTS_AND_MASTER + (2 + 2 if half else 4)
     return parameter_count(spec.model) * of_element / parts
 
 
 def _collectives(
-    events: Mapping[int, Sequence[Event]], steps: Sequence[int], grid: Grid
+    events: Mapping[int, Sequence[Event]], steps: Sequence[int], grids: Mapping[str, Grid]
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[tuple[float, float]]]]:
     shortest: dict[tuple[str, str, int, int, int], float] = {}
     for of_rank in events.values():
@@ -123,7 +124,7 @@ def _collectives(
     inside: dict[str, list[tuple[float, float]]] = {}
     between: dict[str, list[tuple[float, float]]] = {}
     for (axis, name, size), times in found.items():
-        if axis in grid.axes:
+        if grid := grids.get(axis):
             groups = len(grid.rank_at_place) // grid.size(axis)
             across = grid.groups_across_nodes(axis)
             if across in (0, groups):

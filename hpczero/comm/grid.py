@@ -121,6 +121,20 @@ class Grid:
             raise InputError(impossible_shards(data, shards))
         return self.divided("data", {"shard": shards, "replica": data // shards})
 
+    def by_axis(self, shard_ranks: int | str) -> dict[str, "Grid"]:
+        """Return for each axis the grid that has it: also "shard" and "replica" where they are two.
+
+        `shard_ranks`: as for `shards_and_replicas`.
+        """
+        divided = self.shards_and_replicas(shard_ranks)
+        axes = dict.fromkeys(self.axes, self)
+        if divided.size("replica") > 1:
+            axes |= {"shard": divided, "replica": divided}
+        return axes
+
+    def size_by_axis(self, shard_ranks: int | str) -> dict[str, int]:
+        return {axis: grid.size(axis) for axis, grid in self.by_axis(shard_ranks).items()}
+
     @cached_property
     def _data_ranks_on_nodes(self) -> int:
         """The largest number that divides the data ranks of every data group on every node."""
@@ -154,16 +168,28 @@ class Grid:
                 return False
         return True
 
-    def describe(self) -> list[str]:
-        """Return the layout in lines for people; of many groups the first few."""
+    def describe(self, shard_ranks: int | str = "all") -> list[str]:
+        """Return the layout in lines for people; of many groups the first few.
+
+        `shard_ranks`: as for `shards_and_replicas`.
+        """
         nodes = len(set(self.node_of_rank))
-        sizes = list(zip(self.axes, self.sizes, strict=True))
-        product = " x ".join(f"{axis}({size})" for axis, size in sizes)
+        product = " x ".join(
+            f"{axis}({size})" for axis, size in zip(self.axes, self.sizes, strict=True)
+        )
         where = f"{format_count(len(self.node_of_rank), 'rank')} on {format_count(nodes, 'node')}"
-        lines = [self._describe_axis(axis, size) for axis, size in sizes if size > 1]
+        grids = self.by_axis(shard_ranks)
+        inner = [axis for axis in grids if axis not in self.axes]
+        lines = [
+            grids[part]._describe_axis(part, "  " * (part != axis))
+            for axis in self.axes
+            for part in (axis, *(inner if axis == "data" else ()))
+            if grids[part].size(part) > 1
+        ]
         return [f"{where}: {product}, innermost axis first", *lines]
 
-    def _describe_axis(self, axis: str, size: int) -> str:
+    def _describe_axis(self, axis: str, indent: str) -> str:
+        size = self.size(axis)
         count = len(self.rank_at_place) // size
         across = self.groups_across_nodes(axis)
         where = f"{across:,} of {count:,} across nodes"
@@ -173,7 +199,7 @@ class Grid:
         shown = [_listed(next(groups)) for _ in range(min(count, _SHOWN))]
         more = f"  … {count - len(shown):,} more" if count > len(shown) else ""
         sizes = f"{format_count(count, 'group')} of {size:,}"
-        return f"  {axis:<9} {sizes}, {where}:  {'  '.join(shown)}{more}"
+        return f"  {indent + axis:<9} {sizes}, {where}:  {'  '.join(shown)}{more}"
 
     @cached_property
     def _stride(self) -> dict[str, int]:

@@ -177,10 +177,10 @@ def _layout(spec: Spec, on: "Allocation", node: "Hardware", platform: "Platform"
         memory = job.memory(model)
         time = outlook(spec, model, on, platform)
     return Layout(
-        grid=grid.describe(),
+        grid=grid.describe(spec.zero.shard_ranks),
         ranks=on.ranks,
         order=parallel.order,
-        axes=dict(zip(grid.axes, grid.sizes, strict=True)),
+        axes=grid.size_by_axis(spec.zero.shard_ranks),
         data_ranks=data_ranks,
         micro_batches=micro_batches,
         smallest=smallest,

@@ -33,12 +33,17 @@ def words(layout: Layout) -> str:
     parts = [
         f"tensor {layout.tensor}{sequence}",
         f"pipeline {layout.pipeline}{schedule}",
-        f"ZeRO {layout.stage}" + (" shared" if layout.node_shared is True else ""),
+        f"ZeRO {layout.stage}" + _division(layout) + " shared" * (layout.node_shared is True),
         f"micro-batch {layout.micro_batch}",
         *_order(layout),
         *_saved(layout),
     ]
     return ", ".join(parts)
+
+
+def _division(layout: Layout) -> str:
+    words = {"all": "", "node": " inside nodes"}
+    return words.get(str(layout.shard_ranks), f" among {layout.shard_ranks}")
 
 
 def _order(layout: Layout) -> list[str]:

@@ -52,6 +52,8 @@ def _ways(cause: str, spec: Spec) -> Iterator[str]:
             yield 'parallel.schedule = "interleaved" with chunks'
     if cause == "messages" and parallel.chunks > 1:
         yield "fewer of parallel.chunks"
+    if cause == "data" and zero.shard_ranks == "all":
+        yield 'zero.shard_ranks = "node" on several nodes'
     if cause == "data" and zero.stage > 1:
         yield "a lower zero.stage or fewer micro-batches"
     if cause == "optimizer" and zero.stage == 0:

@@ -7,7 +7,7 @@ spec (`spec.rules`): nothing here says again what these say.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, permutations
+from itertools import chain, permutations, product, starmap
 from typing import Any, NamedTuple
 
 from hpczero.data.samples import micro_batch_sizes
@@ -15,6 +15,7 @@ from hpczero.model.families import known, layer_count
 from hpczero.parallel.activations.choice import loss_rows
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.layouts import SECTIONS, Layout
+from hpczero.planner.spread import spreads
 from hpczero.spec.rules import AXES, contradictions, unavailable, without_effect
 from hpczero.spec.schema import Parallel, Spec
 
@@ -40,9 +41,10 @@ class Saving(NamedTuple):
 
 
 class States(NamedTuple):
-    """The ZeRO stage, whether the data ranks of a node share states, and where these lie."""
+    """The ZeRO stage, who has one copy, whether ranks of a node share it, and where it lies."""
 
     stage: int
+    shard_ranks: str | int
     node_shared: str | bool
     offload: str
 
@@ -102,11 +104,32 @@ class Space:
         plain = self.spec.model_copy(update={"parallel": Parallel()})
         return [note for spec in (plain, *pinned) for note in without_effect(spec)]
 
+    @property
+    def _is_divided(self) -> bool:
+        """True if the spec says how many replicas there are.
+
+        Where gradients are not summed in every step, their number is a matter of training.
+        """
+        optimizer = self.spec.optimizer
+        sums = optimizer.name == "adamw" and not optimizer.outer.every
+        return not (sums and self._free("shard_ranks"))
+
+    def _divisions(self, parallel: Parallel, order: str) -> Sequence[str | int]:
+        """Return who may have one copy of the states: all data ranks, or also those of a node."""
+        if self._is_divided:
+            return (self.spec.zero.shard_ranks,)
+        sizes = self._sizes(parallel)
+        in_order = tuple((axis, sizes[axis]) for axis in order.split(","))
+        shards = spreads(in_order, self.nodes, "node")["shard"].ranks
+        return ("all", "node") if 1 < shards < sizes["data"] else ("all",)
+
     def _grids(self) -> Iterator[tuple[int, int]]:
-        ranks = self.nodes.ranks
+        ranks, given = self.nodes.ranks, self.spec.zero.shard_ranks
+        shards = given if self._is_divided and isinstance(given, int) else 1
         for tensor in self._values("tensor", _divisors(ranks)):
             for pipeline in self._values("pipeline", _divisors(ranks // tensor)):
-                if ranks % (tensor * pipeline) == 0:
+                data, left = divmod(ranks, tensor * pipeline)
+                if left == 0 and data % shards == 0:
                     yield tensor, pipeline
 
     def _schedules(self, pipeline: int) -> Iterator[tuple[str, int]]:
@@ -129,8 +152,7 @@ class Space:
         """
         if not self._free("order") and self.spec.parallel.order != "auto":
             return [self.spec.parallel.order]
-        sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
-        sizes["data"] = self._data_ranks(parallel)
+        sizes = self._sizes(parallel)
         ways: dict[object, str] = {}
         for order in sorted(permutations(AXES), key=lambda order: order[0] != "tensor"):
             ways.setdefault(self._on_nodes(order, sizes), ",".join(order))
@@ -147,8 +169,8 @@ class Space:
             stride *= sizes[axis]
         return tuple(sorted(lies.items()))
 
-    def states(self, parallel: Parallel) -> Iterator[States]:
-        """Yield the ZeRO stages, with where the states are.
+    def states(self, parallel: Parallel, order: str) -> Iterator[States]:
+        """Yield the ZeRO stages, with who has one copy of the states, and where it is.
 
         States elsewhere are no saving that costs time: the host's update may be hidden.
         """
@@ -156,10 +178,19 @@ class Space:
         several = self._data_ranks(parallel) > 1
         can_share = several and not self.on_gpus and self.nodes.ranks_per_node > 1
         shared = (True, False) if can_share else (zero.node_shared,)
-        for stage in self._values("stage", range(4) if several else (zero.stage,)):
-            for choice in self._values("node_shared", shared):
-                for place in self.offloads:
-                    yield States(stage, choice, place)
+        yield from starmap(
+            States,
+            product(
+                self._values("stage", range(4) if several else (zero.stage,)),
+                self._divisions(parallel, order),
+                self._values("node_shared", shared),
+                self.offloads,
+            ),
+        )
+
+    def _sizes(self, parallel: Parallel) -> dict[str, int]:
+        data = self._data_ranks(parallel)
+        return {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "data": data}
 
     def _data_ranks(self, parallel: Parallel) -> int:
         return self.nodes.ranks // (parallel.tensor * parallel.pipeline)
@@ -237,6 +268,7 @@ class Space:
             chunks=parallel.chunks,
             order=order,
             stage=states.stage,
+            shard_ranks=states.shard_ranks,
             node_shared=states.node_shared,
             offload=states.offload,
             micro_batch=micro_batch,

@@ -11,7 +11,7 @@ TABLES = {
     **dict.fromkeys(
         ("tensor", "pipeline", "sequence_parallel", "schedule", "chunks", "order"), "parallel"
     ),
-    **dict.fromkeys(("stage", "node_shared", "offload"), "zero"),
+    **dict.fromkeys(("stage", "shard_ranks", "node_shared", "offload"), "zero"),
     "micro_batch": "train",
     **dict.fromkeys(
         (
@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     chunks: int
     order: str
     stage: int
+    shard_ranks: str | int
     node_shared: str | bool
     offload: str
     micro_batch: int

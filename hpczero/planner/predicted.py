@@ -318,8 +318,8 @@ class Predicted:
         every = work.spec.checkpoint.every
         if not 0 < every < work.spec.train.steps or files is None:
             return 0.0
-        states = max(held.shards for held in work.held) * work.platform.update.of_element
-        states /= work.spreads["replica"].ranks  # each writes a part
+        owned = max(held.shards for held in work.held)
+        states = owned * work.platform.update.of_element / work.spreads["replica"].ranks
         write = states * work.nodes.most / (files.node_gb_s * _GIGA)
         if files.all_gb_s:
             write = max(write, states * work.nodes.ranks / (files.all_gb_s * _GIGA))

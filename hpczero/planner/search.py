@@ -10,7 +10,7 @@ fits, is timed by its schedule.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from math import inf
 from operator import itemgetter
 
@@ -132,8 +132,8 @@ class Search:
         space, nodes = self.space, self.space.nodes
         groups = []
         for parallel in space.parallels:
-            *_, states = space.states(parallel)  # where each rank adds up the fewest gradients
             order = space.orders(parallel)[0]
+            *_, states = space.states(parallel, order)  # each rank adds up the fewest gradients
             for size in space.micro_batches(parallel):
                 spec = space.spec_with(space.layout(parallel, order, states, size))
                 groups.append((self._times.of_computing(spec, nodes), parallel, size))
@@ -142,8 +142,9 @@ class Search:
     def _cores(self, parallel: Parallel, size: int) -> Iterator[Layout]:
         """Yield the layouts that give nothing up."""
         space = self.space
-        for order, states in product(space.orders(parallel), space.states(parallel)):
-            yield space.layout(parallel, order, states, size)
+        for order in space.orders(parallel):
+            for states in space.states(parallel, order):
+                yield space.layout(parallel, order, states, size)
 
     def _at_least(self, layout: Layout, limit: float) -> float:
         """Return what the layout takes at least, where there is a limit to hold it against."""

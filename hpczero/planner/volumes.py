@@ -61,7 +61,7 @@ Batches = tuple[tuple[int, int], ...]  # (samples, number of micro-batches with 
 
 
 class _At(NamedTuple):
-    """A grid, and for each axis along which ranks send that one of its divisions which has it."""
+    """A grid, what `Grid.by_axis` says of it, and the data ranks that have one copy of states."""
 
     grid: Grid
     grids: dict[str, Grid]
@@ -151,11 +151,9 @@ class Volumes:
         return sum(total.all.between for totals in operations for total in totals.values())
 
     def _at(self, grid: Grid) -> _At:
-        divided = grid.shards_and_replicas(self.spec.zero.shard_ranks)
-        grids = dict.fromkeys(AXES, grid)
-        if divided.size("replica") > 1:
-            grids |= dict.fromkeys(("shard", "replica"), divided)
-        return _At(grid, grids, divided.size("shard"))
+        shard_ranks = self.spec.zero.shard_ranks
+        shards = grid.shards_and_replicas(shard_ranks).size("shard")
+        return _At(grid, grid.by_axis(shard_ranks), shards)
 
     def _of_group(self, at: _At, axis: str, group: Sequence[int]) -> GroupVolumes:
         """Return the volumes of a group, computed once for all groups that are alike."""

@@ -321,7 +321,7 @@ def _report_layout(
         device = {"device": world.device.name, "collectives": world.backend}
     reporter.event(
         "layout",
-        grid={axis: job.grid.size(axis) for axis in job.grid.axes},
+        grid=job.grid.size_by_axis(job.spec.zero.shard_ranks),
         nodes=len(set(world.node_of_rank)),
         zero=job.spec.zero.stage,
         threads_per_rank=job.threads,

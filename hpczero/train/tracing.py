@@ -44,7 +44,8 @@ class Tracing:
         self._world = world
         self._run = spec.name
         self._folder = path_of(spec)
-        coordinates = ", ".join(f"{axis} {grid.coordinate(world.rank, axis)}" for axis in grid.axes)
+        grids = grid.by_axis(spec.zero.shard_ranks).items()
+        coordinates = ", ".join(f"{axis} {of.coordinate(world.rank, axis)}" for axis, of in grids)
         self._name = f"rank {world.rank} on {world.hosts[world.rank]} ({coordinates})"
         self._begun = datetime.now(UTC).isoformat(timespec="seconds")
         if world.rank == 0:

@@ -75,5 +75,9 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
             "loss_chunk": choice.choice([0, 0, 9, 100]),
         },
     )
+    data = ranks // (tensor * pipeline)
+    shards = choice.choice(["all", "node", *(size for size in range(1, data) if data % size == 0)])
+    zero = spec.zero.model_copy(update={"shard_ranks": shards})
+    spec = spec.model_copy(update={"zero": zero})
     assert not contradictions(spec), contradictions(spec)
     return spec

@@ -69,7 +69,7 @@ def everything(of: Space) -> Iterator[Spec]:
     """Yield the spec of each layout of a space."""
     for parallel in of.parallels:
         for order in of.orders(parallel):
-            for states in of.states(parallel):
+            for states in of.states(parallel, order):
                 for size in of.micro_batches(parallel):
                     layout = of.layout(parallel, order, states, size)
                     for saving in of.savings(parallel, size):

@@ -79,5 +79,6 @@ def test_norms_count_with_the_parameters_that_they_have() -> None:
 def test_an_axis_of_which_nothing_is_known_is_an_error() -> None:
     spec = job()
     grid = Grid.build(spec.parallel, [0, 0])
-    with pytest.raises(AssertionError, match="along the axis replica"):
-        Volumes(spec, families.layers(MODEL), 2)._of_group(grid, "replica", [0, 1])
+    volumes = Volumes(spec, families.layers(MODEL), 2)
+    with pytest.raises(AssertionError, match="along the axis expert"):
+        volumes._of_group(volumes._at(grid), "expert", [0, 1])

@@ -125,8 +125,9 @@ def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
     assert all(room.fit(one.spec) == one.fit for one in found.planned)
     tried = 0
     for parallel in of.parallels:
-        for states in of.states(parallel):
-            layout = of.layout(parallel, of.orders(parallel)[0], states, 4)
+        order = of.orders(parallel)[0]
+        for states in of.states(parallel, order):
+            layout = of.layout(parallel, order, states, 4)
             fitting: list[Saving] = []
             for way in of.savings(parallel, 4):
                 tried += 1

@@ -1,7 +1,7 @@
 """Groups on equal nodes in closed form are those of the grid."""
 
 from collections import Counter
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 
@@ -38,6 +38,35 @@ def test_a_spread_is_the_groups_on_the_most_nodes(
             assert found[axis].on_nodes in of_groups
             assert found[axis].nodes == max(map(len, of_groups))
             assert found[axis].ranks == grid.size(axis)
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize(("tensor", "pipeline", "ranks"), GRIDS)
+def test_shards_and_replicas_are_those_of_the_grid(
+    tensor: int, pipeline: int, ranks: int, each: int
+) -> None:
+    nodes = Allocation(ranks, each)
+    data = ranks // (tensor * pipeline)
+    divisors = [size for size in range(1, data + 1) if data % size == 0]
+    for order, shard_ranks in product(permutations(AXES), ("all", "node", *divisors)):
+        parallel = Parallel(tensor=tensor, pipeline=pipeline, order=",".join(order))
+        grid = Grid.build(parallel, node_of_rank(nodes)).shards_and_replicas(shard_ranks)
+        found = spreads(in_order(Spec(parallel=parallel), nodes), nodes, shard_ranks)
+        for axis in ("shard", "replica"):
+            of_groups = [
+                tuple(Counter(grid.node_of_rank[rank] for rank in group).values())
+                for group in grid.groups(axis)
+            ]
+            assert found[axis].ranks == grid.size(axis)
+            assert found[axis].on_nodes in of_groups
+            assert found[axis].nodes == max(map(len, of_groups))
+
+
+def test_shards_that_do_not_divide_the_data_ranks_are_an_error() -> None:
+    parallel = Parallel(tensor=2, order="tensor,data,pipeline")
+    sizes = in_order(Spec(parallel=parallel), Allocation(16, 4))
+    with pytest.raises(InputError, match=r"shard_ranks = 3 does not divide the 8 data ranks: take"):
+        spreads(sizes, Allocation(16, 4), 3)
 
 
 def test_groups_beside_share_the_node() -> None:
