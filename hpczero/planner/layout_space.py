@@ -111,7 +111,7 @@ class Space:
         Where gradients are not summed in every step, their number is a matter of training.
         """
         optimizer = self.spec.optimizer
-        sums = optimizer.name == "adamw" and not optimizer.outer.every
+        sums = optimizer.name != "one_bit_adam" and not optimizer.outer.every
         return not (sums and self._free("shard_ranks"))
 
     def _divisions(self, parallel: Parallel, order: str) -> Sequence[str | int]:
