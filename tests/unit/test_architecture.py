@@ -42,6 +42,7 @@ ALLOWED = {
     "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}
     | {"model.shapes", "model.families", "model.work"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
+    | {"parallel.replicas.exchanged", "parallel.replicas.sizes"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
     | {"parallel.pipeline.simulate"},
     "planner.cluster": {"errors", "env", "spec", "text", "planner.needs"},
@@ -100,6 +101,9 @@ PURE = (
         "comm.trace",
         "parallel.layout",
         "parallel.states",
+        "parallel.replicas.exchanged",
+        "parallel.replicas.sizes",
+        "parallel.replicas.turns",
     ),
     *("parallel.pipeline.schedule", "parallel.pipeline.partition", "parallel.pipeline.simulate"),
 )
