@@ -154,10 +154,13 @@ class Grid:
     def nodes_cut_data_alike(self) -> bool:
         """True if nodes divide the data ranks at the same places for all tensor ranks of a stage.
 
-        Then sums node by node are the same sums.
+        Then sums node by node are the same sums. Where states have replicas, it is the ranks that
+        share a copy, of all replicas: all exchange alike.
         """
         cuts: dict[int, list[int]] = {}
-        for group in self.groups("data") if self.size("tensor") > 1 else ():
+        axis = "data" if "data" in self.axes else "shard"
+        is_one = self.size("tensor") == 1 and (axis == "data" or self.size("replica") == 1)
+        for group in () if is_one else self.groups(axis):
             first: dict[int, int] = {}
             nodes = [self.node_of_rank[rank] for rank in group]
             cut = [first.setdefault(node, place) for place, node in enumerate(nodes)]

@@ -97,13 +97,11 @@ class EngineContext:
     def group_if_cut(self, axis: str) -> Group | None:
         return self.group(axis) if self.grid.size(axis) > 1 else None
 
-    def data_axis(self, cut_alike: bool = True) -> DataAxis:
-        """Return how this rank's data ranks exchange gradients and weights.
-
-        `cut_alike`: nodes divide them at the same places for all ranks that hold values together.
-        """
+    def data_axis(self) -> DataAxis:
+        """Return how this rank's data ranks exchange gradients and weights."""
         group = self.group("data")
         divided = self.grid.shards_and_replicas(self.spec.zero.shard_ranks)
+        cut_alike = divided.nodes_cut_data_alike
         if divided.size("replica") == 1:
             return data_axis(self.spec, self.world, group, cut_alike)
         rank = self.world.rank
@@ -208,7 +206,7 @@ def build_engine(
         return _train_user_module(module, layers, context), None
     context.world.run_on_all(lambda: user_module.refuse_compiled(module, _COMPILED_AND_CUT))
     everyone = context.world.everyone
-    axis = _axis_of_user_module(module, context, context.grid.nodes_cut_data_alike)
+    axis = _axis_of_user_module(module, context)
     values = InitialValues(module, context.spec.seed, everyone)
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
     parts = ModelParts(module, layers, values, {}, names, everyone)
@@ -238,7 +236,7 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     ties = _tie_groups(stages_of_ties(stages), context.world, pipeline) if pipeline else {}
     names = [parameter.name for layer in described for parameter in layer.parameters]
     parts = ModelParts(module, _joined(chunks), no_values if bare else None, ties, names)
-    axis = context.data_axis(context.grid.nodes_cut_data_alike)
+    axis = context.data_axis()
     engine = Engine(parts, axis, context.settings(own_model=True), tensor, pipeline)
     ways = Ways.of(spec, engine, tensor)
     calls = [calls_of(spec, chunk, recipes, ways) for chunk in chunks]
@@ -361,17 +359,18 @@ def _tie_groups(
     }
 
 
-def _axis_of_user_module(
-    module: nn.Module, context: EngineContext, cut_alike: bool = True
-) -> DataAxis:
-    axis = context.data_axis(cut_alike)
+def _axis_of_user_module(module: nn.Module, context: EngineContext) -> DataAxis:
+    axis = context.data_axis()
     if Sharded.at_stage(context.spec.zero.stage, axis.shared).parameters:
         context.world.run_on_all(lambda: user_module.refuse_compiled(module, _COMPILED_AT_STAGE_3))
     return axis
 
 
-def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) -> DataAxis:
-    """Return how the ranks among which states are cut exchange gradients and weights."""
+def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool) -> DataAxis:
+    """Return how the ranks among which states are cut exchange gradients and weights.
+
+    `cut_alike`: nodes divide them at the same places for all ranks that hold values together.
+    """
     ranks_on_nodes = Counter(world.node_of_rank[rank] for rank in group.ranks).values()
     if shares_nodes(spec.zero, ranks_on_nodes, cut_alike):
         return NodeAxis(world, group)

@@ -187,17 +187,17 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
 
 def sharing_left_out(zero: Zero, grid: Grid) -> str:
     """Return why nodes that would share states do not; "" if they do, or would not."""
-    per_node = (
-        Counter(grid.node_of_rank[rank] for rank in group).values()
-        for group in grid.shards_and_replicas(zero.shard_ranks).groups("shard")
-    )
+    grid = grid.shards_and_replicas(zero.shard_ranks)
+    groups = grid.groups("shard")
+    per_node = (Counter(grid.node_of_rank[rank] for rank in group).values() for group in groups)
     if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
         return ""
     return (
         f"zero.node_shared = {toml_repr(zero.node_shared)} shares nothing: "
         "nodes divide the data ranks "
-        "of the tensor ranks differently, which would then round differently; a number of ranks "
-        "per node that parallel.tensor divides makes it possible"
+        "of the tensor ranks, or of the replicas, differently, which would then round differently; "
+        "a number of ranks per node that parallel.tensor, and zero.shard_ranks if it is a number, "
+        "divide makes it possible"
     )
 
 

@@ -41,27 +41,24 @@ def nodes_of_ranks(ranks_on_nodes: Mapping[int, int]) -> list[int]:
 def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
     """Return node -> one placement for each copy of each part of the model that its ranks have."""
     by_node: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
-    for group in _divided(spec, grid).groups("shard"):
-        for node, place in _on_nodes(spec, grid, group).items():
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    for group in divided.groups("shard"):
+        for node, place in _on_nodes(spec, divided, group).items():
             by_node[node].append(place)
     return by_node
 
 
 def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
-    group = _divided(spec, grid).ranks(rank, "shard")
-    return _on_nodes(spec, grid, group)[grid.node_of_rank[rank]]
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    return _on_nodes(spec, divided, divided.ranks(rank, "shard"))[grid.node_of_rank[rank]]
 
 
-def _divided(spec: Spec, grid: Grid) -> Grid:
-    return grid.shards_and_replicas(spec.zero.shard_ranks)
-
-
-def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
+def _on_nodes(spec: Spec, divided: Grid, group: Sequence[int]) -> dict[int, Placement]:
     """Return node -> placement of its ranks in a group, which has one copy of one part."""
-    on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
-    part_of_model = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
-    shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
-    replicas = grid.size("data") // len(group)
+    on_nodes = Counter(divided.node_of_rank[rank] for rank in group)
+    part_of_model = divided.coordinate(group[0], "pipeline"), divided.coordinate(group[0], "tensor")
+    shared = shares_nodes(spec.zero, on_nodes.values(), divided.nodes_cut_data_alike)
+    replicas = divided.size("replica")
     return {
         node: Placement(len(group), count, shared, *part_of_model, replicas)
         for node, count in on_nodes.items()

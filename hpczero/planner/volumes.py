@@ -174,7 +174,8 @@ class Volumes:
             key: tuple[Any, ...] = norms, on_nodes
         elif axis in ("data", "shard"):
             of = among_data.of_data if axis == "data" else among_data.of_shards
-            key = of, *place, on_nodes, grid.nodes_cut_data_alike
+            divided = at.grids.get("shard", grid)
+            key = of, *place, on_nodes, divided.nodes_cut_data_alike
         elif axis == "replica":
             shard = at.grids["shard"].coordinate(group[0], "shard")
             key = among_data.of_replicas, *place, at.shards, shard, on_nodes

@@ -2,8 +2,9 @@
 
 A common state may be there under its own name; or each replica had one of its own, and their mean
 is taken. A state that each replica has of its own is that of the replica of its number, if there
-were as many; else the mean of theirs, or what all had in common. What is nowhere begins with zeros,
-and a note says so, unless it is the optimizer's own: then it is another optimizer.
+were as many; else the mean of theirs, or what all had in common. So other replicas go on with the
+mean of the weights of those that trained apart. What is nowhere begins with zeros, and a note says
+so, unless it is the optimizer's own: then it is another optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ _OF_REPLICAS = {"error", "served_error", "outer_momentum"}  # may begin with zer
 
 StatesOf = Callable[[Unit], dict[str, Tensor]]
 
+_JOINED = "its {} replicas trained apart, and the mean of their weights goes on"
+
 
 def restore_states(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> list[str]:
     """Read this rank's elements into the engine's states; return notes on what is not there."""
@@ -47,25 +50,29 @@ class _Reader:
         engine, update = self._engine, self._update
         if not only_weights:
             self._refuse_another_optimizer()
-        self._into(lambda unit: update.common_weights(unit), [SLOTS[0]])
+        apart = list(replicas_in([*self._number], "weights"))
+        joins = bool(apart) and not (update.trains_apart and self._are_as_many)
+        self._into(update.common_weights, apart if joins else [SLOTS[0]])
         for unit in engine.units:
             if update.common_weights(unit) is not unit.master:
                 unit.master.copy_(update.common_weights(unit))
         if only_weights:
             return []
+        if joins:
+            self._notes.append(f"{self._checkpoint.folder}: {_JOINED.format(len(apart))}")
         first = engine.units[0]
         for slot in list(common_states(engine, first))[1:]:
             name = slot.removeprefix(KEPT)
             there = self._common(name)
             if there or slot != AVERAGE:
-                self._into(lambda unit, name=name: update.states(unit)[name], there, name)
+                self._into(_named(update.states, name), there, name)
         for name in update.dealt_states(first):
             self._into_parts(name)
         for name in update.own_states(first):
             there = self._own(name)
             if there or name != "weights":
-                self._into(lambda unit, name=name: update.own_states(unit)[name], there, name)
-        update.take_numbers(self._numbers(), checkpoint_updates(self._checkpoint))
+                self._into(_named(update.own_states, name), there, name)
+        update.take_numbers(self._numbers(), self._checkpoint.content.state.updates)
         engine.follow_update()
         return self._notes
 
@@ -162,8 +169,8 @@ class _Reader:
         return values
 
 
-def checkpoint_updates(checkpoint: Checkpoint) -> int:
-    return checkpoint.content.state.updates
+def _named(states_of: StatesOf, name: str) -> Callable[[Unit], Tensor]:
+    return lambda unit: states_of(unit)[name]
 
 
 def _shown(names: set[str]) -> str:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from llvmlite import ir
 from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
 
@@ -59,6 +60,46 @@ def pointer(context, address, to):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(to.instance_type)(types.uint64, to), generate
+
+
+@intrinsic
+def address_in(context, place):
+    """Return a pointer as an address; the inverse of `pointer`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ptrtoint(arguments[0], context.get_value_type(types.uint64))
+
+    return types.uint64(place), generate
+
+
+@intrinsic
+def from_element(context, place, index):
+    """Return the pointer that is so many elements behind a pointer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.gep(arguments[0], [arguments[1]])
+
+    return place(place, types.uint64), generate
+
+
+@intrinsic(prefer_literal=True)
+def scratch(context, size, to):
+    """Return a pointer to so many elements (a constant) on the stack of the calling kernel.
+
+    Functions take it in place of an array. A kernel's arrays are counted each time that a function
+    gets one and is not compiled into it, which costs as much as a hundred elements.
+    """
+
+    def generate(context, builder, signature, arguments):
+        element = context.get_value_type(to.instance_type)
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(element, size.literal_value))
+            room.align = 64
+        return builder.bitcast(room, element.as_pointer())
+
+    if isinstance(size, types.IntegerLiteral):
+        return types.CPointer(to.instance_type)(size, to), generate
+    return None
 
 
 @inner

@@ -2,7 +2,7 @@
 
     total = values + error                             (error None: total = values)
     scale = max of |total| over the block / most       (most = 127 or 7)
-    q     = total / scale, rounded to nearest, ties to even
+    q     = total (1 / scale), rounded to nearest, ties to even
     sent  = q scale
     error = total - sent                               (kept, and added to the next message)
 
@@ -23,16 +23,21 @@ from torch.nn import functional
 
 from hpczero_kernels.cpu import (
     CODES,
+    FP32,
     INLINE,
-    STRETCH,
     Pool,
+    address_in,
     address_of,
     bits_as,
+    from_element,
     inner,
     load,
     pointer,
+    scratch,
     store,
 )
+from hpczero_kernels.cpu_messages import GROUP, put_average_of_integers
+from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 from hpczero_kernels.message_sizes import (
     MOST,
@@ -44,7 +49,6 @@ from hpczero_kernels.message_sizes import (
 from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 512 * QUANTISED_BLOCK  # elements of a reference's temporary tensors
-assert QUANTISED_BLOCK == STRETCH
 
 # ------------------------------------------------------------------------------------- references
 
@@ -57,10 +61,11 @@ def quantise_reference(
         if error is not None:
             total = total + error[elements]
         in_blocks = _in_blocks(total)  # [blocks, QUANTISED_BLOCK]
-        scale = in_blocks.abs().amax(1, keepdim=True) / MOST[bits]  # NaN, if there is one
+        largest = in_blocks.abs().amax(1, keepdim=True)  # NaN, if there is one
+        scale = largest / torch.full_like(largest, MOST[bits])  # a GPU rounds x / number otherwise
         scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
         scale = torch.where(scale.isinf(), torch.nan, scale)
-        q = torch.where(scale > 0, in_blocks / scale, 0.0).round()
+        q = torch.where(scale > 0, in_blocks * (1 / scale), 0.0).round()
         scales[blocks] = scale.squeeze(1)
         if error is not None:
             error[elements] = (in_blocks - q * scale).view(-1)[: total.numel()]
@@ -115,6 +120,8 @@ def _sent(packed: Tensor, scale: Tensor, count: int, bits: int) -> Tensor:
 # --------------------------------------------------------------------------------------- for CPUs
 
 _SHIFT = float32(12582912.0)  # 1.5 * 2^23: a number added to it is rounded to an integer
+_STRIDE = 8 * QUANTISED_BLOCK  # elements that a kernel takes at a time
+_CODES = _STRIDE + 2
 _SMALLEST_SCALE = float32(SMALLEST_SCALE)
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # bits of an fp32
 
@@ -132,30 +139,34 @@ def _scale_of(total, size, most):
 
 
 @inner
-def _round(codes, total, size, scale):
-    """Set codes[:size] to the integers, total[:size] to what is left.
+def _round(codes, total, errors, size, scale, keeps):
+    """Set codes[:size] to the integers and, if it `keeps` them, errors[:size] to what is left.
 
-    As the scale is rounded by half an ulp at most, no quotient is rounded to more than `most`.
+    Of a normal scale the reciprocal is normal, too. As the product is rounded thrice by half an ulp
+    at most, none is rounded to more than `most`.
     """
-    if scale > float32(0.0):
-        for i in range(size):
-            shifted = total[i] / scale + _SHIFT
-            codes[i] = uint8(bits_as(shifted, uint32) & uint32(0xFF))
-            total[i] -= (shifted - _SHIFT) * scale
-    else:
+    if not scale > float32(0.0):
         for i in range(size):
             codes[i] = uint8(0)
-            total[i] -= scale  # NaN, or 0
+        if keeps:
+            for i in range(size):
+                errors[i] = total[i] - scale  # NaN, or the total
+        return
+    reciprocal = float32(1.0) / scale
+    if keeps:
+        for i in range(size):
+            shifted = total[i] * reciprocal + _SHIFT
+            codes[i] = uint8(bits_as(shifted, uint32))
+            errors[i] = total[i] - (shifted - _SHIFT) * scale
+    else:
+        for i in range(size):
+            codes[i] = uint8(bits_as(total[i] * reciprocal + _SHIFT, uint32))
 
 
 @inner
-def _pack(codes, size, packed, bits):
-    """Store the lower bits of codes; codes[size] is 0 if `size` is odd."""
-    if bits == 8:
-        for i in range(size):
-            packed[i] = codes[i]
-        return
-    pairs = pointer(uint64(codes.ctypes.data), uint16)
+def _join(codes, size, packed):
+    """Store pairs of codes as bytes; codes[size] is 0 if `size` is odd."""
+    pairs = pointer(address_in(codes), uint16)
     for i in range((size + uint64(1)) // uint64(2)):
         pair = uint32(pairs[i])
         packed[i] = uint8((pair & uint32(0xF)) | ((pair >> uint32(4)) & uint32(0xF0)))
@@ -167,84 +178,113 @@ def _pack(codes, size, packed, bits):
 )  # fmt: skip
 @named_by_sources
 def _quantise(values, precision, error, packed, scales, bits, most, start, stop):
-    """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses."""
-    total = np.empty(QUANTISED_BLOCK, np.float32)
-    codes = np.empty(QUANTISED_BLOCK + 1, np.uint8)
+    """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses.
+
+    Several blocks at a time: their scales do not wait for each other.
+    """
+    total = scratch(_STRIDE, float32)
+    codes = scratch(_CODES, uint8)
     while start < stop:
-        size = min(stop - start, uint64(QUANTISED_BLOCK))
+        size = min(stop - start, uint64(_STRIDE))
         load(total, size, values, precision, start)
         errors = pointer(error + uint64(4) * start, float32)
         if error:
             for i in range(size):
                 total[i] += errors[i]
-        scale = _scale_of(total, size, most)
-        _round(codes, total, size, scale)
-        codes[size] = uint8(0)
-        _pack(codes, size, pointer(packed + start * uint64(bits) // uint64(8), uint8), bits)
-        if error:
-            for i in range(size):
-                errors[i] = total[i]
-        pointer(scales, float32)[start // uint64(QUANTISED_BLOCK)] = scale
-        start += uint64(QUANTISED_BLOCK)
+        scale = pointer(scales + start // uint64(QUANTISED_BLOCK) * uint64(4), float32)
+        for first in range(uint64(0), size, uint64(QUANTISED_BLOCK)):
+            length = min(size - first, uint64(QUANTISED_BLOCK))
+            block = from_element(total, first)
+            scale[first // uint64(QUANTISED_BLOCK)] = _scale_of(block, length, most)
+        integers = pointer(packed + start * uint64(bits) // uint64(8), uint8)
+        rounded = integers if bits == 8 else codes
+        for first in range(uint64(0), size, uint64(QUANTISED_BLOCK)):
+            length = min(size - first, uint64(QUANTISED_BLOCK))
+            _round(
+                from_element(rounded, first), from_element(total, first),
+                from_element(errors, first), length, scale[first // uint64(QUANTISED_BLOCK)],
+                error != 0,
+            )  # fmt: skip
+        if bits == 4:
+            codes[size] = uint8(0)
+            _join(codes, size, integers)
+        start += uint64(_STRIDE)
 
 
 @inner
-def _unpack(codes, size, packed, bits):
-    """Set codes[:size] to the integers; with 4 bits they are those + 8."""
-    if bits == 8:
-        for i in range(size):
-            codes[i] = packed[i]
-        return
-    pairs = pointer(uint64(codes.ctypes.data), uint16)
-    for i in range((size + uint64(1)) // uint64(2)):
-        byte = uint32(uint32(packed[i]) ^ uint32(0x88))
-        pairs[i] = uint16((byte & uint32(0xF)) | ((byte & uint32(0xF0)) << uint32(4)))
-
-
-@inner
-def _sum_of_workers(
-    total, codes, packed, row, scales, scales_row, workers, bits, start, size
+def _put_average(
+    numbers, packed, row, scales, scales_row, workers, factor, streamed, bits, size
 ):  # fmt: skip
-    """Set total[:size] to the sum over the workers of what they sent of a block."""
-    number = start // uint64(QUANTISED_BLOCK)
-    for worker in range(workers):
-        first = packed + uint64(worker) * row + start * uint64(bits) // uint64(8)
-        scale = pointer(scales + uint64(worker) * scales_row, float32)[number]
-        _unpack(codes, size, pointer(first, uint8), bits)
-        if worker == 0:
-            for i in range(size):
-                total[i] = float32(0.0)
+    """Set numbers[:size] to the average of whole blocks, or the last ones.
+
+    `packed` and `scales` are the addresses of their first integers and scale.
+    """
+    groups = size // uint64(GROUP)
+    for group in range(groups):
+        scale = scales + group // uint64(QUANTISED_BLOCK // GROUP) * uint64(4)
         if bits == 8:
-            for i in range(size):
-                total[i] += float32(int8(codes[i])) * scale
+            integers = packed + uint64(GROUP) * group
+            put_average_of_integers(
+                numbers, group, integers, row, scale, scales_row, workers, factor, streamed, 8
+            )  # fmt: skip
         else:
-            for i in range(size):
-                total[i] += float32(int32(codes[i]) - int32(8)) * scale
+            integers = packed + uint64(GROUP // 2) * group
+            put_average_of_integers(
+                numbers, group, integers, row, scale, scales_row, workers, factor, streamed, 4
+            )  # fmt: skip
+    for i in range(groups * uint64(GROUP), size):
+        number = float32(0.0)
+        for worker in range(workers):
+            scale = scales + worker * scales_row + i // uint64(QUANTISED_BLOCK) * uint64(4)
+            integer = _integer(pointer(packed + worker * row, uint8), bits, i)
+            number += integer * pointer(scale, float32)[0]
+        numbers[i] = number * factor
+
+
+@inner
+def _integer(packed, bits, i):
+    """Return one integer as a number."""
+    if bits == 8:
+        return float32(int8(packed[i]))
+    half = (uint32(packed[i // uint64(2)]) >> uint32(i % uint64(2) * uint64(4))) & uint32(0xF)
+    return float32(int32((half ^ uint32(8)) - uint32(8)))
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, int64, int64, uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, int64, boolean, int64, uint64,"
+    " uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _average_integers(
-    packed, row, scales, scales_row, workers, factor, average, precision, bits, start, stop
+    packed, row, scales, scales_row, workers, factor, average, precision, streamed, bits, start,
+    stop,
 ):  # fmt: skip
     """Average elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
     `row` and `scales_row` are the bytes from one worker's to the next one's.
     """
-    total = np.empty(QUANTISED_BLOCK, np.float32)
-    codes = np.empty(QUANTISED_BLOCK, np.uint8)
+    total = scratch(_STRIDE, float32)
+    staging = scratch(_STRIDE, float32)
     while start < stop:
-        size = min(stop - start, uint64(QUANTISED_BLOCK))
-        _sum_of_workers(
-            total, codes, packed, row, scales, scales_row, workers, bits, start, size
-        )  # fmt: skip
-        for i in range(size):
-            total[i] *= factor
-        store(total, size, average, precision, start)
-        start += uint64(QUANTISED_BLOCK)
+        size = min(stop - start, uint64(_STRIDE))
+        integers = packed + start * uint64(bits) // uint64(8)
+        scale = scales + start // uint64(QUANTISED_BLOCK) * uint64(4)
+        if precision == FP32:
+            _put_average(
+                pointer(average + start * uint64(4), float32), integers, row, scale, scales_row,
+                workers, factor, streamed, bits, size,
+            )  # fmt: skip
+        else:
+            _put_average(
+                total, integers, row, scale, scales_row, workers, factor, False, bits, size
+            )  # fmt: skip
+            if streamed:
+                store_past_caches(total, size, average, precision, start, staging)
+            else:
+                store(total, size, average, precision, start)
+        start += uint64(_STRIDE)
+    finish_streams()
 
 
 # --------------------------------------------------------------------------------- what is called
@@ -318,7 +358,7 @@ def average_quantised(
 def _average_on_cpu(packed: Tensor, scales: Tensor, average: Tensor, bits: int, pool: Pool) -> None:
     workers = len(packed)
     rows = (packed.data_ptr(), packed.stride(0), scales.data_ptr(), 4 * scales.stride(0))
-    to_write = (address_of(average), CODES[average.dtype], bits)
+    to_write = (address_of(average), CODES[average.dtype], streams(average), bits)
     pool.run(partial(_average_integers, *rows, workers, 1 / workers, *to_write), average.numel())
 
 
@@ -326,6 +366,7 @@ def _check(values: Tensor, packed: Tensor, scales: Tensor, bits: int) -> None:
     """Assert that a message, or the rows of several, has the size of the values' message."""
     count = values.numel()
     assert bits in MOST, bits
+    assert values.dtype in CODES, values.dtype
     assert values.is_contiguous(), values.stride()
     assert packed.dtype == torch.uint8, packed.dtype
     assert scales.dtype == torch.float32, scales.dtype

@@ -16,20 +16,30 @@ a sum beyond fp32, the scale is not finite: what is sent shows it.
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from numba import float32, njit, uint8, uint32, uint64
 from torch import Tensor
 from torch.nn import functional
 
-from hpczero_kernels.cpu import INLINE, Pool, address_of, bits_as, inner, pointer
-from hpczero_kernels.cpu_signs import add_signed, put_signed, sign_byte
+from hpczero_kernels.cpu import (
+    FP32,
+    INLINE,
+    Pool,
+    address_of,
+    bits_as,
+    from_element,
+    inner,
+    pointer,
+    scratch,
+    store,
+)
+from hpczero_kernels.cpu_messages import GROUP, put_average_of_signs, put_signs
+from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose, is_like
 from hpczero_kernels.message_sizes import SIGN_BLOCK, sign_blocks, sign_bytes
 from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 64 * SIGN_BLOCK  # elements of a reference's temporary tensors
-_LANES = 64  # partial sums: as many as vector registers hold
 
 # ------------------------------------------------------------------------------------- references
 
@@ -97,6 +107,8 @@ def _sent(packed: Tensor, scale: Tensor, count: int) -> Tensor:
 
 # --------------------------------------------------------------------------------------- for CPUs
 
+_LAST = GROUP // 8  # bytes of a group
+
 
 @inner
 def _add_error(total, values, error, variance, size):
@@ -115,13 +127,14 @@ def _add_error(total, values, error, variance, size):
 
 
 @inner
-def _sum_of_magnitudes(total, lanes):
+def _sum_of_magnitudes(total, lanes, size):
     """Return the sum of |total|; the order is fixed, whatever the compiler makes of it."""
-    lanes[:] = float32(0.0)
-    for start in range(0, SIGN_BLOCK, _LANES):
-        for lane in range(_LANES):
-            lanes[lane] += abs(total[start + lane])
-    half = _LANES // 2
+    for lane in range(GROUP):
+        lanes[lane] = abs(total[lane])
+    for start in range(uint64(GROUP), size, uint64(GROUP)):
+        for lane in range(GROUP):
+            lanes[lane] += abs(total[start + uint64(lane)])
+    half = GROUP // 2
     while half:
         for lane in range(half):
             lanes[lane] += lanes[half + lane]
@@ -149,18 +162,39 @@ def _with_sign_of(number, scale):
 
 
 @inner
-def _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size):
-    """Set total[:size] to the sum over the workers of what they sent of a block."""
-    number = start // uint64(SIGN_BLOCK)
-    place = total.ctypes.data
-    for worker in range(workers):
-        signs = pointer(packed + uint64(worker) * row + start // uint64(8), uint8)
-        scale = pointer(scales + uint64(worker) * scales_row, float32)[number]
-        for i in range((size + uint64(7)) // uint64(8)):
-            if worker == 0:
-                put_signed(place + uint64(32) * i, signs[i], scale)
-            else:
-                add_signed(place + uint64(32) * i, signs[i], scale)
+def _store_signs(signs, total, size):
+    """Store the signs of total[:size]; `total` ends with a whole group."""
+    groups = size // uint64(GROUP)
+    for group in range(groups):
+        put_signs(signs, total, group)
+    rest = size - groups * uint64(GROUP)
+    if rest:
+        last = scratch(_LAST, uint8)
+        put_signs(last, from_element(total, groups * uint64(GROUP)), uint64(0))
+        for byte in range((rest + uint64(7)) // uint64(8)):
+            signs[groups * uint64(GROUP // 8) + byte] = last[byte]
+
+
+@inner
+def _put_average(numbers, packed, row, scales, scales_row, workers, factor, streamed, size):
+    """Set numbers[:size] to the average of a block.
+
+    `packed` and `scales` are the addresses of its first signs and scale.
+    """
+    groups = size // uint64(GROUP)
+    for group in range(groups):
+        put_average_of_signs(
+            numbers, group, packed + uint64(GROUP // 8) * group, row, scales, scales_row, workers,
+            factor, streamed,
+        )  # fmt: skip
+    for i in range(groups * uint64(GROUP), size):
+        number = float32(0.0)
+        for worker in range(workers):
+            signs = pointer(packed + worker * row, uint8)
+            scale = pointer(scales + worker * scales_row, float32)[0]
+            negative = (uint32(signs[i // uint64(8)]) >> uint32(i % uint64(8))) & uint32(1)
+            number += -scale if negative else scale
+        numbers[i] = number * factor
 
 
 @njit(
@@ -170,50 +204,56 @@ def _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size
 @named_by_sources
 def _pack_signs(values, error, variance, packed, scales, start, stop):
     """Pack elements start .. stop - 1; `start` begins a block, tensors are addresses."""
-    total = np.zeros(SIGN_BLOCK, np.float32)
-    lanes = np.empty(_LANES, np.float32)
+    total = scratch(SIGN_BLOCK, float32)
+    lanes = scratch(GROUP, float32)
     while start < stop:
         size = min(stop - start, uint64(SIGN_BLOCK))
-        total[size:] = float32(0.0)
+        for i in range(size, (size + uint64(GROUP - 1)) // uint64(GROUP) * uint64(GROUP)):
+            total[i] = float32(0.0)
         single = uint64(4) * start
         errors = pointer(error + single, float32)
         variances = variance + single if variance else variance
         living = _add_error(total, pointer(values + single, float32), errors, variances, size)
-        scale = _sum_of_magnitudes(total, lanes) / float32(max(living, uint64(1)))
-        signs = pointer(packed + start // uint64(8), uint8)
-        for i in range((size + uint64(7)) // uint64(8)):
-            signs[i] = sign_byte(total.ctypes.data + uint64(32) * i)
+        scale = _sum_of_magnitudes(total, lanes, size) / float32(max(living, uint64(1)))
+        _store_signs(pointer(packed + start // uint64(8), uint8), total, size)
         _keep_error(errors, total, scale, variances, size)
         pointer(scales, float32)[start // uint64(SIGN_BLOCK)] = scale
         start += uint64(SIGN_BLOCK)
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, boolean, uint64,"
+    " uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _average_signs(
-    packed, row, scales, scales_row, workers, factor, variance, average, start, stop
+    packed, row, scales, scales_row, workers, factor, variance, average, streamed, start, stop
 ):  # fmt: skip
     """Average elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
     `row` and `scales_row` are the bytes from one worker's to the next one's. Where there is a
     variance (else 0), elements whose variance is 0 become 0.
     """
-    total = np.empty(SIGN_BLOCK, np.float32)
+    total = scratch(SIGN_BLOCK, float32)
     while start < stop:
         size = min(stop - start, uint64(SIGN_BLOCK))
-        _sum_of_workers(total, packed, row, scales, scales_row, workers, start, size)
+        signs = packed + start // uint64(8)
+        scale = scales + start // uint64(SIGN_BLOCK) * uint64(4)
         out = pointer(average + uint64(4) * start, float32)
+        sent = out if variance == 0 else total
+        streams_sent = streamed and variance == 0
+        _put_average(sent, signs, row, scale, scales_row, workers, factor, streams_sent, size)
         if variance:
             variances = pointer(variance + uint64(4) * start, float32)
             for i in range(size):
-                out[i] = total[i] * factor if variances[i] != float32(0.0) else float32(0.0)
-        else:
-            for i in range(size):
-                out[i] = total[i] * factor
+                total[i] = total[i] if variances[i] != float32(0.0) else float32(0.0)
+            if streamed:
+                store_past_caches(total, size, average, FP32, start, total)
+            else:
+                store(total, size, average, FP32, start)
         start += uint64(SIGN_BLOCK)
+    finish_streams()
 
 
 # --------------------------------------------------------------------------------- what is called
@@ -289,7 +329,8 @@ def _average_on_cpu(
 ) -> None:
     workers = len(packed)
     rows = (packed.data_ptr(), packed.stride(0), scales.data_ptr(), 4 * scales.stride(0))
-    others = (0 if variance is None else address_of(variance), address_of(average))
+    living = 0 if variance is None else address_of(variance)
+    others = (living, address_of(average), streams(average))
     pool.run(partial(_average_signs, *rows, workers, 1 / workers, *others), average.numel())
 
 

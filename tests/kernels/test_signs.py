@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero_kernels import signs
+from hpczero_kernels import cpu_streams, signs
 from hpczero_kernels.cpu import Pool
 from hpczero_kernels.dispatch import SIMULATED
 from hpczero_kernels.message_sizes import SIGN_BLOCK, sign_blocks, sign_bytes
@@ -17,7 +17,7 @@ from hpczero_kernels.signs import (
     unpack_signs_reference,
 )
 from tests.support.assembly import assembly_of, is_vectorised
-from tests.support.device import DEVICE, drawn
+from tests.support.device import DEVICE, KERNELS, drawn
 
 NAN, INF = float("nan"), float("inf")
 PACKS = pytest.mark.parametrize("pack", [pack_signs, pack_signs_reference])
@@ -262,6 +262,28 @@ def test_neither_cut_nor_alignment_changes_a_bit(offset: int) -> None:
     assert torch.equal(around[offset:-offset], out)
     assert (around[:offset] == 1).all()
     assert (around[-offset:] == 1).all()
+
+
+@NOT_SIMULATED
+@pytest.mark.parametrize("count", [64, 2048, 5000, 8192])
+@pytest.mark.parametrize("dead", [False, True])
+def test_stores_past_the_caches_store_the_same(
+    count: int, dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variance = half_dead(count) if dead else None
+    packed, scales = message(count, 3)
+    for worker in range(3):
+        values = drawn((count,), worker, torch.float32)
+        pack_signs(values, torch.zeros_like(values), None, packed[worker], scales[worker])
+    results = []
+    for large in (cpu_streams._LARGE, 0):
+        monkeypatch.setattr(cpu_streams, "_LARGE", large)
+        out, average = (torch.ones(count + 64, device=DEVICE) for _ in range(2))
+        assert KERNELS or cpu_streams.streams(out) == (large == 0)
+        unpack_signs(packed[0], scales[0], variance, out[:count])
+        average_signs(packed, scales, average[:count])
+        results.append((out, average))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:

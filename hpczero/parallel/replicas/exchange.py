@@ -7,9 +7,9 @@ Protocol, for R replicas: the tensor is cut into R parts (`sizes.part_of`).
    (all_gather).
 3. All decode the same messages, and so have the same bits.
 
-The first pass is on its way when an `Exchange` is made. The second begins in `poll` or `wait`. Each
-pass has a group of its own, as passes of different exchanges begin in two orders: all ranks make
-exchanges in one order, and complete them in that order.
+The first pass is on its way when an `Exchange` is made. The second begins in `poll` or `wait`, of
+this exchange or of a later one. All ranks make exchanges in one order, and second passes begin in
+that order. Each pass has a group of its own, as their interleaving differs between ranks.
 """
 
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ class Exchange:
         self._first = replicas.group.start_all_to_all(list(self._arriving), messages)
         self._second: Work | None = None
         self._gathered: Tensor | None = None
+        replicas.first_passes.append(self)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self._device)
@@ -76,15 +77,17 @@ class Exchange:
 
     def poll(self) -> bool:
         """Move on what can move on; return True once all messages are here."""
-        if self._second is None and self._first.poll():
-            self._start_second()
+        waiting = self._replicas.first_passes
+        while waiting and waiting[0]._first.poll():
+            waiting.popleft()._start_second()
         return self._second is not None and self._second.poll()
 
     def wait(self) -> None:
         """Return once all messages are here."""
-        if self._second is None:
-            self._first.wait()
-            self._start_second()
+        waiting = self._replicas.first_passes
+        while self._second is None:
+            waiting[0]._first.wait()
+            waiting.popleft()._start_second()
         assert self._second
         self._second.wait()
 

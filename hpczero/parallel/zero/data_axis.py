@@ -5,10 +5,11 @@
 `ShardsAndReplicas`.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ class Replicas:
     """The data ranks that have the same shards: two groups of them, with collectives of their own.
 
     An exchange (`parallel.replicas.exchange`) has its first pass in one, its second in the other.
+    `first_passes`: the exchanges whose second pass has not begun, the oldest first.
     """
 
     group: Group
     averages: Group
+    first_passes: deque[Any] = field(default_factory=deque)
 
     @property
     def count(self) -> int:
@@ -44,16 +47,18 @@ class DataAxis(Protocol):
 
     All ranks start them in one order. A tensor belongs to an operation until it is done.
     `group`: all data ranks. `rank` and `size` are of those among which states are cut.
-    `replicas`: the data ranks that have the same shards as this one, if states have copies.
     """
 
     group: Group
-    replicas: Replicas | None
     rank: int
     size: int
     shared: bool  # the ranks of a node have one copy of the weights
     neighbours: int  # number of ranks that have that copy, this one included
     device: Device  # of its tensors
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The data ranks that have the same shards as this one, if states have copies."""
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         """Return blocks that other ranks see too, by name; a rank allocates others for itself."""

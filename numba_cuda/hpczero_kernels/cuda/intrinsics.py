@@ -29,6 +29,7 @@ if SIMULATED:
         load16,
         moved,
         number_of,
+        product,
         sqrt,
         store1,
         store2,
@@ -145,6 +146,16 @@ else:
             return builder.bitcast(arguments[0], _WORD)
 
         return types.uint32(types.float32), generate
+
+    @intrinsic
+    def product(context, left, right):
+        """Return a product that is rounded by itself, as on CPUs; others may be fused with sums."""
+
+        def generate(context, builder, signature, arguments):
+            kind = ir.FunctionType(_SINGLE, [_SINGLE, _SINGLE])
+            return builder.call(ir.InlineAsm(kind, "mul.rn.f32 $0, $1, $2;", "=f,f,f"), arguments)
+
+        return types.float32(types.float32, types.float32), generate
 
     @intrinsic
     def from_fp16x2(context, word):

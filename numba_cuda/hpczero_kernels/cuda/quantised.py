@@ -15,6 +15,7 @@ from hpczero_kernels.cuda.intrinsics import (
     load4,
     moved,
     number_of,
+    product,
     store1,
     store4,
     warp_max,
@@ -104,8 +105,8 @@ def _add_codes(total, packed, bits, index, left, is_aligned, scale):
                     code = load1(packed, index + uint64(i + 4))
                     high = uint32(high | uint32(code << uint32(8 * i)))
         for i in range(4):
-            total[i] += _integer(low, 8, i) * scale
-            total[i + 4] += _integer(high, 8, i) * scale
+            total[i] += product(_integer(low, 8, i), scale)
+            total[i + 4] += product(_integer(high, 8, i), scale)
         return
     if is_aligned and left >= uint64(EIGHT):
         low = load4(packed, index // uint64(2))
@@ -115,7 +116,7 @@ def _add_codes(total, packed, bits, index, left, is_aligned, scale):
                 pair = load1(packed, index // uint64(2) + uint64(i))
                 low = uint32(low | uint32(pair << uint32(8 * i)))
     for i in range(EIGHT):
-        total[i] += _integer(low, 4, i) * scale
+        total[i] += product(_integer(low, 4, i), scale)
 
 
 @inner
@@ -146,12 +147,13 @@ def pack(
         for i in range(EIGHT):
             total[i] += errors[i]
     scale = _scale_of(total, most)
+    reciprocal = float32(1.0) / scale if scale > float32(0.0) else float32(0.0)
     for i in range(EIGHT):
         shifted = float32(_SHIFT)
         if scale > float32(0.0):
-            shifted = total[i] / scale + float32(_SHIFT)
+            shifted += product(total[i], reciprocal)
         codes[i] = bits_of(shifted)
-        total[i] -= (shifted - float32(_SHIFT)) * scale
+        total[i] -= product(shifted - float32(_SHIFT), scale)
     if left:
         _put_codes(codes, packed, bits, index, left, is_aligned)
         if has_error:

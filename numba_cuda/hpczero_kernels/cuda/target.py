@@ -88,6 +88,10 @@ def to_bf16x2(low, high):
     return _packed(low, high, torch.bfloat16)
 
 
+def product(left, right):
+    return float32(left) * float32(right)
+
+
 def exp(value):
     with np.errstate(over="ignore"):
         return np.exp(float32(value))

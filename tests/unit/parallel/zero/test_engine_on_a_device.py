@@ -60,6 +60,7 @@ class NothingInFlight:
 class OneRank:
     """A data axis of one rank."""
 
+    replicas = None
     group = NothingInFlight()
 
     rank, size, shared, device = 0, 1, False, Meta()
