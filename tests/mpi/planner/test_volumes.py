@@ -136,7 +136,8 @@ def test_replicas_that_exchange_in_other_forms(world: World, case: dict[str, Any
     zero = {"stage": case["stage"], "shard_ranks": 2 if data == 4 else 1}
     with laid_out(world, 2) as nodes:
         spec = job(7, zero=zero, **parallel).model_copy(update=EXCHANGES[case["exchange"]])
-        for sent in sent_in_steps(nodes, spec):
+        steps = sent_in_steps(nodes, spec)
+        for sent in steps[:-1]:  # after the last one workers of local steps come together
             assert sent == expected(spec, nodes), spec
 
 
