@@ -10,6 +10,7 @@ from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
+from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import NodeLimits, as_it_fits, close_calls, kinds_in_words
 from hpczero.planner.memory import needs_on_grid
@@ -243,6 +244,27 @@ def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> li
         for node in nodes
     ]
     return _cut_short(lines, "nodes")
+
+
+def exchanged(spec: Spec, grid: Grid) -> dict[str, Any] | None:
+    """Return what replicas send in place of gradients' plain sums; None if there is no such."""
+    exchange = Exchanged.by(spec)
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    if exchange.form is None or divided.size("replica") == 1:
+        return None
+    return {
+        "form": exchange.form.name,
+        "every": exchange.every,
+        "warm_up": exchange.warm_up,
+        "words": exchange.in_words(),
+    }
+
+
+def exchanged_in_lines(exchanged: dict[str, Any] | None) -> list[str]:
+    if exchanged is None:
+        return []
+    average = ": bytes are those of a step on average" if exchanged["every"] > 1 else ""
+    return [f"replicas send each other {exchanged['words']}{average}"]
 
 
 def sent_in_lines(sent: dict[str, dict[str, Any]]) -> list[str]:

@@ -301,6 +301,9 @@ class Spans:
     def after(self) -> dict[str, float]:
         return {"optimizer": 1.0}
 
+    def beside_next(self, step: float) -> float:
+        return 0.0
+
     def checkpoint(self, step: float) -> float:
         return 0.0
 
