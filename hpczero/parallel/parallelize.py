@@ -108,8 +108,8 @@ class EngineContext:
         shards = self.world.group("shard", divided.ranks(rank, "shard"))
         inside = data_axis(self.spec, self.world, shards, cut_alike)
         alike = divided.ranks(rank, "replica")
-        passes = (self.world.group("replica", alike, purpose) for purpose in ("", "averages"))
-        return ShardsAndReplicas(group, inside, Replicas(*passes))
+        first, second = (self.world.group("replica", alike, of) for of in ("", "averages"))
+        return ShardsAndReplicas(group, inside, Replicas(first, second))
 
     def settings(self, own_model: bool = False) -> EngineSettings:
         spec = self.spec

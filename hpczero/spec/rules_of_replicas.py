@@ -28,7 +28,7 @@ def _ways(spec: Spec) -> list[_Way]:
     every = spec.optimizer.outer.every
     if spec.optimizer.name == "one_bit_adam":
         setting = 'optimizer.name = "one_bit_adam"'
-        ways.append(_Way("optimizer.name", setting, 'optimizer.name = "adamw"', "signs"))
+        ways.append(_Way("optimizer.name", setting, 'optimizer.name = "adamw"', "sign bits"))
     if every:
         setting = f"optimizer.outer.every = {every}"
         end = "optimizer.outer.every = 0"

@@ -160,9 +160,7 @@ class Trainer:
             "compute_seconds": seconds - waited - in_comm,
         }
         metrics |= self._what_varies(result, weight)
-        self._account_for(step + 1)
-        if step + 1 == self.spec.train.steps:
-            self.engine.come_together()
+        self._end_step(step + 1)
         validation = None
         if self._evaluates_after(step) and not asked:
             with trace.span("evaluation"):
@@ -173,10 +171,13 @@ class Trainer:
             self._report(self.reporter, metrics, result, validation, first)
         return self._outcome(before, step + 1, loss, validation, asked, result)
 
-    def _account_for(self, step: int) -> None:
+    def _end_step(self, step: int) -> None:
+        """Account for the step's memory; replicas that train apart come together at the end."""
         memory = self.account.end_step(step) if self.account else None
         if self.reporter and memory:
             self.reporter.directory.memory(memory)
+        if step == self.spec.train.steps:
+            self.engine.come_together()
 
     def _what_varies(self, result: StepResult, weight: float) -> dict[str, Any]:
         """Return the metrics of a step that not every run has."""

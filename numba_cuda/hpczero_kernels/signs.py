@@ -55,7 +55,8 @@ def pack_signs_reference(
         sent = torch.copysign(scale.unsqueeze(1), in_blocks).view(-1)[: total.numel()]
         scales[blocks] = scale
         error[elements] = torch.where(living, total - sent, 0.0)
-        bits = in_blocks.signbit().view(-1, 8) << torch.arange(8, device=values.device)
+        places = torch.arange(8, dtype=torch.int64, device=values.device)
+        bits = in_blocks.signbit().view(-1, 8) << places
         packed[bytes_] = bits.sum(1)[: sign_bytes(total.numel())].to(torch.uint8)
 
 

@@ -20,7 +20,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from tests.support.training import LearnableSource
 
-BLOCKS = {"signs": 2048, "int8": 256, "int4": 256}
+BLOCKS = {"1bit": 2048, "int8": 256, "int4": 256}
 
 Values = dict[str, Tensor]  # of parameters, by name
 Vectors = list[Tensor]  # of each worker
@@ -34,7 +34,7 @@ def compressed(form: str, total: Tensor, living: Tensor) -> Tensor:
     for start in range(0, total.numel(), BLOCKS[form]):
         block = slice(start, start + BLOCKS[form])
         values = torch.where(living[block], total[block], 0.0)
-        if form == "signs":
+        if form == "1bit":
             scale = values.abs().sum() / living[block].sum().clamp(min=1)
             sent[block] = torch.where(living[block], torch.copysign(scale, values), 0.0)
         else:
@@ -134,7 +134,7 @@ class Twin:
                 clipped(gradient, self.spec.train.grad_clip)
                 own = {n: beta1 * adam.first[n] + (1 - beta1) * g for n, g in gradient.items()}
                 steps.append({n: torch.where(living[n], m / roots[n], 0.0) for n, m in own.items()})
-            u = self._mean(steps, "signs", True, living)
+            u = self._mean(steps, "1bit", True, living)
             adam.first = {name: u[name] * roots[name] for name in u}
             lr = learning_rate(self.spec, step)
             for name, weight in self.weights.items():

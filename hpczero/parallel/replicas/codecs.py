@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 
 def codec_of(form: Form, pool: Pool = INLINE) -> Codec:
-    if form.name == "signs":
+    if form.name == "1bit":
         return Signs(form, pool)
     return Integers(form, pool) if form.block else Floats(form)
 

@@ -38,7 +38,7 @@ class Exchanged:
         if outer.every:
             return cls(FORMS[outer.precision], outer.every, 0, "weights", outer.fragments)
         if spec.optimizer.name == "one_bit_adam":
-            return cls(FORMS["signs"], 1, spec.optimizer.freeze, "steps")
+            return cls(FORMS["1bit"], 1, spec.optimizer.freeze, "steps")
         return cls(FORMS["int8"] if spec.comm.compress == "int8" else None, 1, 0)
 
     @property

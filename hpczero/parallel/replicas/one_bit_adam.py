@@ -38,7 +38,7 @@ class OneBitAdam(AdamWUpdate):
     def __init__(self, weights: Weights, absent: AbsentGradients, replicas: Replicas) -> None:
         super().__init__(weights, absent)
         tensor = weights.tensor.size if weights.tensor else 1
-        self._exchanger = Exchanger(replicas, "signs", tensor, weights.pool)
+        self._exchanger = Exchanger(replicas, "1bit", tensor, weights.pool)
         self.errors: dict[Unit, Errors] = {
             unit: self._exchanger.errors_of(unit.master) for unit in self.units
         }

@@ -43,7 +43,7 @@ FORMS = {
         Form("fp16", 16),
         Form("int8", 8, 256),
         Form("int4", 4, 256),
-        Form("signs", 1, 2048),
+        Form("1bit", 1, 2048),
     )
 }
 

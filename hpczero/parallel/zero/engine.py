@@ -107,6 +107,12 @@ class Engine(AveragedWeights):
             return OffloadedAdamW(self, self.absent, self.file)
         return AdamWUpdate(self, self.absent)
 
+    @property
+    def workers(self) -> int:
+        """Number of replicas that step by gradients of their own, or 1."""
+        replicas = self.axis.replicas
+        return replicas.count if replicas and self.update.gradients_differ else 1
+
     def follow_update(self) -> None:
         """Sum gradients over the replicas from now on, or not, as the update wants it."""
         differ = self.update.gradients_differ
@@ -289,10 +295,8 @@ class Engine(AveragedWeights):
         self.reduction.finish()
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
-        differ = self.update.gradients_differ and self.axis.replicas
-        workers = self.axis.replicas.count if differ and self.axis.replicas else 1
-        # each of several workers has its part of a mean over all of them
-        scale = self.loss_scale.value / workers
+        workers = self.workers
+        scale = self.loss_scale.value / workers  # each has its part of a mean over all
         rates = checksum_of_rates(lr, own_lr)
         norms = self._norm.own_and_common(rates, workers) / scale
         read_norms = self.device.later(norms)

@@ -97,7 +97,6 @@ class Weights:
         self.tensor = tensor
         self.pipeline = pipeline
         self._others = [group for group in (tensor, pipeline) if group]
-        self.groups = [axis.group, *self._others]  # that have parts of the model
         self.everyone = parts.everyone or axis.group
         # this rank and its neighbours have a whole model that can be asked for
         self.is_whole = not self._others or parts.everyone is not None
@@ -180,6 +179,11 @@ class Weights:
         self.wait_for_weights()
         self._let_pages_go()
         self.outside.accept()
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups along which the model's elements, and its samples, are cut."""
+        return [self.axis.group, *self._others]
 
     def initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
         build.initial_values(parameter, self.settings.seed, first, out, self.pool)

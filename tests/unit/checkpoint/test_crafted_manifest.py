@@ -69,11 +69,11 @@ def test_tensors_that_missed_updates_are_read_in_format_2_alone(
 def test_a_newer_format_is_refused_with_a_clear_word(
     crafted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seal(crafted, lambda content: content.update(format=4, shards={"in": "another way"}))
+    seal(crafted, lambda content: content.update(format=5, shards={"in": "another way"}))
     assert_refused(
         crafted,
         capsys,
-        "format 4 was written by a newer hpczero; this one reads up to format 3",
+        "format 5 was written by a newer hpczero; this one reads up to format 4",
         code=2,
     )
 

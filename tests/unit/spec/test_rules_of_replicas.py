@@ -63,7 +63,7 @@ def test_what_goes_together(write: Write, text: str) -> None:
         ),
         (
             SIGNS + NODE + 'comm.compress = "int8"',
-            'optimizer.name = "one_bit_adam" is compressed already (signs): '
+            'optimizer.name = "one_bit_adam" is compressed already (sign bits): '
             'comm.compress = "none", or optimizer.name = "adamw"',
         ),
         (
