@@ -13,8 +13,8 @@ from hpczero.comm.world import World
 from hpczero.model import families
 from hpczero.planner.sent import Sent
 from hpczero.planner.volumes import Volumes, resolved
-from hpczero.spec.schema import Comm, Optimizer, Outer, Spec
-from tests.support.jobs import MODEL, any_job, job, laid_out
+from hpczero.spec.schema import Optimizer, Outer, Spec
+from tests.support.jobs import EXCHANGES, MODEL, any_job, job, laid_out
 from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
@@ -106,16 +106,6 @@ def test_shards_inside_replicas_between(world: World, case: dict[str, Any]) -> N
         spec = job(7 if "pipeline" in case else 13, zero=zero, **parallel)
         for sent in sent_in_steps(nodes, spec):
             assert sent == expected(spec, nodes), spec
-
-
-EXCHANGES: dict[str, dict[str, Any]] = {
-    "compressed": {"comm": Comm(compress="int8")},
-    "signs": {"optimizer": Optimizer(name="one_bit_adam", freeze=1)},
-    **{
-        form: {"optimizer": Optimizer(outer=Outer(every=1, precision=form))}
-        for form in ("fp32", "bf16", "int8", "int4")
-    },
-}
 
 
 def exchanges(ranks: int, everything: bool) -> list[dict[str, Any]]:
