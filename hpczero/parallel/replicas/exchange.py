@@ -51,7 +51,8 @@ class Exchange:
         self._device = values.device
         count, number = replicas.count, replicas.number
         messages = [self._encoded(values, other) for other in range(count)]
-        self._arriving = self._empty(count, messages[number].numel())
+        length = messages[number].numel()
+        self._arriving = self._empty(count, -(-length // 4) * 4)[:, :length]  # scales are aligned
         self._first = replicas.group.start_all_to_all(list(self._arriving), messages)
         self._second: Work | None = None
         self._gathered: Tensor | None = None

@@ -119,7 +119,8 @@ class OneBitAdam(AdamWUpdate):
             master.mul_(1.0 - self._step.lr * span.decay).sub_(u[span.elements], alpha=size)
         unit.weights_from_master()
         for other in self._in_flight.values():
-            other.poll()
+            if not other.poll():  # second passes begin in one order on all ranks
+                return
 
     def carried_out(self, number: int) -> None:
         """Freeze the second moment if it is time, after an update. Collective."""
