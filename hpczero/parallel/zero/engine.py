@@ -305,9 +305,7 @@ class Engine(AveragedWeights):
             host_sync()
         changed = list(self.reduction.tied)
         number = self.updates + 1
-        self.update.begin(
-            Step(number, lr, own_lr, norms[0], lambda: read_norms()[:1], scale, changed)
-        )
+        self.update.begin(Step(number, lr, own_lr, norms[0], read_norms, scale, changed))
         for unit in self.units:
             self.update.step(unit)
             self._start_arriving(unit)
