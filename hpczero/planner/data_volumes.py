@@ -163,7 +163,7 @@ class DataVolumes:
         cut = parallel.pipeline, parallel.chunks, parallel.schedule
         roughly = self._gathers_alike if self._nearly else None
         key = cut, stage, sizes, count
-        by = self._chunks[stage], sizes, parallel, stage, count, roughly
+        by = self._chunks[stage], sizes, parallel, stage, count, self.spec.memory, roughly
         return self._once(gathers_in_step, key, *by)
 
     def _gathers_alike(
