@@ -23,7 +23,7 @@ from hpczero.verb_groups import CHECKPOINT_VERBS, CLUSTER_VERBS, DATA_VERBS, SIT
 
 VERBS = {
     "init": verb(
-        "hpczero.commands.check:init",
+        "hpczero.commands.init:init",
         "write a commented spec to start from",
         argument("path", "the file to write (default: spec.toml)", nargs="?", default="spec.toml"),
         argument("--from-hf DIR", "for the model in this folder, as Hugging Face has them"),

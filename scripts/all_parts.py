@@ -42,7 +42,7 @@ OPENMPI = "--library openmpi"
 PARTS = {
     "unit": Part(10, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
     "kernels": Part(
-        3,
+        5,
         ("numba_cuda",),
         ("tests/kernels", f"--simulator {SIMULATED}"),
     ),

@@ -18,7 +18,7 @@ from hpczero.planner.step_costs import Edge, Seconds
 from hpczero.train import trace_file
 
 _WAITED = 20_000  # ns: a shorter wait tells nothing of a message
-_OF_DATA = ("data", "data gathers", "shard", "shard gathers", "replica")
+_OF_DATA = ("data", "data gathers", "shard", "shard gathers", "replica", "replica averages")
 # of waits along an axis
 _CAUSES = {"tensor": "tensor", "pipeline": "messages", **dict.fromkeys(_OF_DATA, "data")}
 _OF_SPANS = {"optimizer step": "optimizer"}
@@ -136,6 +136,9 @@ class Spans:
             for cause, seconds in _mean_causes(steps).items():
                 causes[cause] = causes.get(cause, 0.0) + seconds
         return causes
+
+    def beside_next(self, step: float) -> float:
+        return 0.0
 
     def checkpoint(self, step: float) -> float:
         return 0.0

@@ -1,18 +1,14 @@
-"""The verbs `check`, `init` and `spec`; they run on login nodes, without torch and mpi4py."""
+"""The verbs `check` and `spec`; they run on login nodes, without torch and mpi4py."""
 
 import json
-import re
-import shlex
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import InputError
-from hpczero.safe_files import write_new
 from hpczero.spec import site_profile, states_folder
 from hpczero.spec.keys import flat, keys, no_such_key
-from hpczero.spec.load import ROLES, Loaded, as_data, as_markdown, as_text, load, to_start_from
+from hpczero.spec.load import ROLES, Loaded, as_data, as_markdown, as_text, load
 from hpczero.spec.rules import unavailable, without_effect
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
@@ -24,7 +20,6 @@ if TYPE_CHECKING:
     from hpczero.planner.platform import Platform
 
 _MOST_RANKS = 1_000_000
-_LONG = 4096  # tokens of a sequence
 
 
 def check(options: Namespace) -> int:
@@ -54,44 +49,6 @@ def check(options: Namespace) -> int:
     return 0
 
 
-def init(options: Namespace) -> int:
-    path = Path(options.path)
-    values: dict[str, Any] = {"name": _run_name(path.stem)}
-    if options.from_hf:
-        values |= _values_of(Path(options.from_hf))
-    try:
-        write_new(path, to_start_from(values))
-    except FileExistsError:
-        raise InputError(
-            f"{printable(options.path)} exists already and is left as it is: name another file"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{printable(options.path)} cannot be written: {error.strerror}") from None
-    name = printable(shlex.quote(options.path))
-    print(f"wrote {name}; edit it, then")
-    print(f"  hpczero check {name}             what the job is")
-    if options.from_hf:
-        source = printable(shlex.quote(options.from_hf))
-        print(f"  hpczero ckpt import --hf {source} --spec {name}   begin with its weights")
-    print(f"  mpirun -n 2 hpczero run {name}   train it")
-    return 0
-
-
-def _values_of(folder: Path) -> dict[str, Any]:
-    """Return the keys of a spec for the model in a folder of Hugging Face."""
-    from hpczero.huggingface.folder import Folder
-
-    model = Folder.read(folder).model
-    values = {f"model.{name}": value for name, value in model.model_dump().items()}
-    if model.seq_len > _LONG:
-        values["data.seq_len"] = _LONG  # the model takes more than most can train on
-    return values
-
-
-def _run_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
-
-
 def reference(options: Namespace) -> int:
     if options.json:
         print(json.dumps(as_data(), indent=2))
@@ -118,9 +75,10 @@ class Layout:
     nodes: list[dict[str, Any]]  # the ranks of each, and their places in the grid
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
+    exchanged: dict[str, Any] | None  # what replicas send in place of gradients' plain sums
     memory: dict[str, Any] | None  # `planner.forecast`
     time: "Outlook | None"  # None where the cluster is not known, too
-    sharing_left_out: str  # why the ranks of a node do not share states where they could; or ""
+    left_out: list[str]  # what the spec asks for and these ranks do not do
     recompute: str  # memory.recompute, decided if it is "auto"
     refusal: str  # why it does not fit the nodes, as far as they are known; empty: it does
 
@@ -188,9 +146,10 @@ def _layout(spec: Spec, on: "Allocation", node: "Hardware", platform: "Platform"
         nodes=forecast.nodes(grid),
         stages=stages,
         sent=sent,
+        exchanged=forecast.exchanged(spec, grid),
         memory=memory,
         time=time,
-        sharing_left_out=forecast.sharing_left_out(spec.zero, grid),
+        left_out=forecast.left_out(spec, grid),
         refusal=refusal,
         recompute=spec.memory.recompute,
     )
@@ -210,7 +169,7 @@ def _layout_notes(spec: Spec, layout: Layout | None) -> list[str]:
     if not layout:
         return []
     batch = spec.train.global_batch
-    notes = [layout.sharing_left_out] if layout.sharing_left_out else []
+    notes = [*layout.left_out]
     if spec.memory.recompute == "auto":
         notes.append(f'memory.recompute = "auto" becomes "{layout.recompute}" here')
     notes += layout.time.warnings() if layout.time else []
@@ -325,7 +284,12 @@ def _without_ranks(spec: Spec) -> list[str]:
 
 
 def _topology(layout: Layout) -> list[str]:
-    from hpczero.planner.forecast import nodes_in_lines, sent_in_lines, stages_in_lines
+    from hpczero.planner.forecast import (
+        exchanged_in_lines,
+        nodes_in_lines,
+        sent_in_lines,
+        stages_in_lines,
+    )
 
     lines = _titled("nodes", nodes_in_lines(layout.nodes, layout.axes))
     if layout.stages and len(layout.stages) > 1:
@@ -333,7 +297,8 @@ def _topology(layout: Layout) -> list[str]:
     if layout.sent:
         head = "in a step, by the rank that sends the most and by all ranks, "
         head += "inside nodes and between them"
-        lines += _titled("sent", [head, *sent_in_lines(layout.sent)])
+        between = exchanged_in_lines(layout.exchanged)
+        lines += _titled("sent", [head, *sent_in_lines(layout.sent), *between])
     return lines
 
 

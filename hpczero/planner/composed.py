@@ -55,6 +55,7 @@ def compose(
     causes["offload"] += offload
     for cause, seconds in costs.after().items():
         causes[cause] += seconds
+    causes["data"] += costs.beside_next(fsum(causes.values()))
     causes["checkpoint"] += costs.checkpoint(fsum(causes.values()))
     return causes, durations
 

@@ -13,6 +13,8 @@ from hpczero.comm.trace import evenly
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline import partition
+from hpczero.parallel.replicas.exchanged import Exchanged
+from hpczero.parallel.replicas.sizes import FORMS, Form, part_of
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
 from hpczero.planner.once import Once
@@ -40,8 +42,10 @@ class DataVolumes:
         self.spec = spec
         self._chunks = chunks
         self._once = once
+        self.data_ranks = data_ranks
         self._nearly = nearly
         self._width = element_bytes(spec)
+        self.exchanged = Exchanged.by(spec)
         batch = spec.train.global_batch, spec.train.micro_batch
         self.micro_batches, _, _ = micro_batch_sizes(*batch, data_ranks)
 
@@ -109,18 +113,50 @@ class DataVolumes:
                 node.append({"reduce_scatter": Sent(0, sums), "all_gather": weights})
             yield node, nodes
 
+    def workers(self, shards: int) -> int:
+        """Return the replicas whose gradients have norms of their own, else 1."""
+        return self.data_ranks // shards if self.exchanged.gradients_differ else 1
+
     def of_replicas(
-        self, stage: int, tensor_rank: int, shards: int, on_nodes: Sequence[int]
+        self, stage: int, tensor_rank: int, shards: int, shard: int, on_nodes: Sequence[int]
     ) -> Iterator[RepeatedRanks]:
-        """Yield the volumes of the data ranks that have the same one of so many shards."""
-        ranks = sum(on_nodes)
-        once = Counter(unit.shard_size for unit in self._layouts(shards, stage, tensor_rank))
-        for count, nodes in runs(on_nodes):
-            sums = summed(
-                Sent(*evenly(2 * size * self._width, ranks, ranks - count)) * times
-                for size, times in once.items()
-            )
-            yield [{"all_reduce": sums}], count * nodes
+        """Yield the volumes, in a step on average, of the data ranks that have one of the shards.
+
+        They exchange as `parallel.replicas.exchanged` says.
+        """
+        ranks, form = sum(on_nodes), self.exchanged.form
+        units = self._layouts(shards, stage, tensor_rank)
+        if form is None:
+            sizes = Counter(unit.shard_size for unit in units)
+            for count, nodes in runs(on_nodes):
+                sums = summed(
+                    Sent(*evenly(2 * size * self._width, ranks, ranks - count)) * times
+                    for size, times in sizes.items()
+                )
+                yield [{"all_reduce": sums}], count * nodes
+            return
+        exchanges = Counter((form, self._exchanged_elements(unit)) for unit in units)
+        if form.block and self.spec.parallel.tensor > 1:
+            exact = (_held_by_all(unit, self._exchanged_part(unit, shard)) for unit in units)
+            exchanges.update((FORMS["fp32"], elements) for elements in exact if elements)
+        sent = [
+            sent_in_exchanges(form, elements, on_nodes, times)
+            for (form, elements), times in exchanges.items()
+        ]
+        for of_rank in zip(*sent, strict=True):
+            total = reduce(_both, of_rank)
+            yield [{name: each // self.exchanged.every for name, each in total.items()}], 1
+
+    def _exchanged_part(self, unit: UnitLayout, shard: int) -> slice:
+        """Return the elements of a unit that a rank exchanges: those that it owns, or its shard."""
+        zero = Sharded.at_stage(self.spec.zero.stage, node_shared=False)
+        if self.exchanged.gradients_differ and not zero.optimizer:
+            return slice(0, unit.size)
+        return slice(shard * unit.shard_size, (shard + 1) * unit.shard_size)
+
+    def _exchanged_elements(self, unit: UnitLayout) -> int:
+        part = self._exchanged_part(unit, 0)
+        return part.stop - part.start
 
     def _gathers(self, stage: int, sizes: tuple[int, ...]) -> Counter[int]:
         parallel, count = self.spec.parallel, self.micro_batches
@@ -145,6 +181,31 @@ class DataVolumes:
         return self._once(gathers, key, chunks, sizes, parallel, stage, micro_batches)
 
 
+def sent_in_exchanges(
+    form: Form, elements: int, on_nodes: Sequence[int], times: int
+) -> Iterator[Operations]:
+    """Yield what each replica sends in so many exchanges of so many elements."""
+    ranks = sum(on_nodes)
+    parts = [part_of(form, elements, ranks, replica) for replica in range(ranks)]
+    messages = [form.message(part.stop - part.start) for part in parts]
+    average = form.message(form.part(elements, ranks))
+    first = 0
+    for count in on_nodes:
+        here = sum(messages[first : first + count])
+        for own in messages[first : first + count]:
+            yield {
+                "all_to_all": Sent(here - own, sum(messages) - here) * times,
+                "all_gather": Sent(*evenly(average * ranks, ranks, ranks - count)) * times,
+            }
+        first += count
+
+
+def _held_by_all(unit: UnitLayout, part: slice) -> int:
+    """Return how many of the elements all tensor ranks hold."""
+    spans = unit.spans(part.start, part.stop)
+    return sum(span.stop - span.start for slot, span in spans if not slot.is_split)
+
+
 def norms(on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
     """Yield the volumes of ranks that make the gradient's norm, and no more."""
     ranks = sum(on_nodes)
@@ -152,8 +213,8 @@ def norms(on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
         yield [{"all_gather": norm(ranks, ranks - count)}], count * nodes
 
 
-def norm(ranks: int, elsewhere: int) -> Sent:
-    return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
+def norm(ranks: int, elsewhere: int, workers: int = 1) -> Sent:
+    return Sent(*evenly(_NORM * workers * ranks, ranks, elsewhere))
 
 
 def runs(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
+from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import NodeLimits, as_it_fits, close_calls, kinds_in_words
 from hpczero.planner.memory import needs_on_grid
@@ -201,6 +202,32 @@ def sharing_left_out(zero: Zero, grid: Grid) -> str:
     )
 
 
+def left_out(spec: Spec, grid: Grid) -> list[str]:
+    """Return what the spec asks for and these ranks do not do."""
+    found = sharing_left_out(spec.zero, grid), replicas_left_out(spec, grid)
+    return [what for what in found if what]
+
+
+def replicas_left_out(spec: Spec, grid: Grid) -> str:
+    """Return which settings of replicas change nothing, as there is one; "" if there are several.
+
+    Those that need several without any doubt are refused by the rules of a spec.
+    """
+    optimizer = spec.optimizer
+    ways = {
+        'optimizer.name = "one_bit_adam"': optimizer.name == "one_bit_adam",
+        f"optimizer.outer.every = {optimizer.outer.every}": optimizer.outer.every > 0,
+    }
+    wanted = [way for way, is_wanted in ways.items() if is_wanted]
+    if not wanted or grid.shards_and_replicas(spec.zero.shard_ranks).size("replica") > 1:
+        return ""
+    return (
+        f"{wanted[0]} has no effect: zero.shard_ranks = {toml_repr(spec.zero.shard_ranks)} makes "
+        f"the {format_count(grid.size('data'), 'data rank')} one worker, which trains by AdamW; "
+        "a number that is smaller makes several"
+    )
+
+
 def nodes(grid: Grid) -> list[dict[str, Any]]:
     """Return each node's ranks, and their boxes in the grid: axis -> first and last coordinate."""
     shape, axes = grid.sizes[::-1], grid.axes[::-1]
@@ -243,6 +270,27 @@ def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> li
         for node in nodes
     ]
     return _cut_short(lines, "nodes")
+
+
+def exchanged(spec: Spec, grid: Grid) -> dict[str, Any] | None:
+    """Return what replicas send in place of gradients' plain sums; None if there is no such."""
+    exchange = Exchanged.by(spec)
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    if exchange.form is None or divided.size("replica") == 1:
+        return None
+    return {
+        "form": exchange.form.name,
+        "every": exchange.every,
+        "warm_up": exchange.warm_up,
+        "words": exchange.in_words(),
+    }
+
+
+def exchanged_in_lines(exchanged: dict[str, Any] | None) -> list[str]:
+    if exchanged is None:
+        return []
+    average = ": bytes are those of a step on average" if exchanged["every"] > 1 else ""
+    return [f"replicas send each other {exchanged['words']}{average}"]
 
 
 def sent_in_lines(sent: dict[str, dict[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known, layer_count
 from hpczero.parallel.activations.choice import loss_rows
+from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.layouts import SECTIONS, Layout
 from hpczero.planner.spread import spreads
@@ -106,13 +107,8 @@ class Space:
 
     @property
     def _is_divided(self) -> bool:
-        """True if the spec says how many replicas there are.
-
-        Where gradients are not summed in every step, their number is a matter of training.
-        """
-        optimizer = self.spec.optimizer
-        sums = optimizer.name != "one_bit_adam" and not optimizer.outer.every
-        return not (sums and self._free("shard_ranks"))
+        """True if the spec says how many replicas there are."""
+        return Exchanged.by(self.spec).gradients_differ or not self._free("shard_ranks")
 
     def _divisions(self, parallel: Parallel, order: str) -> Sequence[str | int]:
         """Return who may have one copy of the states: all data ranks, or also those of a node."""

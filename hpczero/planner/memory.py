@@ -36,6 +36,7 @@ from hpczero.parallel.pipeline.partition import (
     chunks_of_stages,
     handed_on,
 )
+from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.states import (
     Offload,
     Precision,
@@ -209,13 +210,12 @@ class Parts:
         evaluates = spec.train.eval_batches > 0
         messages = arrived(parallel, place.stage, micro_batches, evaluates)
         tokens = micro_batches * samples * (spec.seq_len + 1)
-        copied = self.platform.update.of_element if saves_behind(spec) else 0
         private = {
             **states.private,
             "communication": self._buffers(spec, place, held, samples),
             **of_blocks,
             "pipeline": messages * message * element_bytes(spec),
-            "checkpoint copy": copied * held.stored,
+            "checkpoint copy": self._copied(spec, place) * held.stored,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
             "runtime": RUNTIME,
         }
@@ -251,6 +251,9 @@ class Parts:
         kept, files = bytes_in_places(
             held.units, sharded, precision, place.shared, held.around, update, offload
         )
+        owned = [unit.shard_size if sharded.optimizer else unit.size for unit in held.units]
+        if exchange := Exchanged.by(spec).kept(owned, place.replicas):
+            kept["exchange"] = exchange
         together = {}
         windows = 0
         if place.shared:
@@ -265,15 +268,23 @@ class Parts:
             update.temporary(held.units, sharded),
         )
 
+    def _copied(self, spec: Spec, place: Placement) -> int:
+        """Return the bytes of each stored element: of a copy, and of what comes from replicas."""
+        of_update = self.platform.update.of_element
+        saved, collected = Exchanged.by(spec).saved(of_update, place.replicas)
+        return collected + saved * saves_behind(spec)
+
     def _buffers(self, spec: Spec, place: Placement, held: _Held, samples: int) -> int:
         """Return the most bytes of communication buffers.
 
         The data ranks that have one copy of the states have two (with torch.distributed one) if
-        their gradients leave the node or are not shared, replicas as many, the tensor ranks one,
-        tied embeddings one. On GPUs none is larger than its largest tensor needs.
+        their gradients leave the node or are not shared, replicas as many, besides messages of
+        other forms; the tensor ranks one, tied embeddings one. On GPUs none is larger than its
+        largest tensor needs.
         """
         platform = self.platform
         ranks = place.shards
+        exchanged = Exchanged.by(spec)
         tensor = spec.parallel.tensor
         bucket = bucket_bytes(spec.zero, platform.device)
         width = element_bytes(spec)
@@ -286,10 +297,14 @@ class Parts:
 
         sends = place.on_node < ranks if place.shared else ranks > 1
         largest = held.largest * width
-        of_data = buffer(ranks, largest) * sends + buffer(place.replicas, largest // ranks)
+        of_data = buffer(ranks, largest) * sends
+        if exchanged.sums_at_first:
+            of_data += buffer(place.replicas, largest // ranks)
         activation = samples * spec.seq_len * spec.model.hidden * width
         of_tensor = buffer(tensor, activation)
-        return (1 if platform.native else 2) * of_data + of_tensor + held.ties * bucket
+        messages = exchanged.messages([unit.shard_size for unit in held.units], place.replicas)
+        of_data *= 1 if platform.native else 2
+        return of_data + messages + of_tensor + held.ties * bucket
 
     def _activations(
         self, spec: Spec, stage: int, samples: int, micro_batches: int

@@ -188,13 +188,15 @@ class Predicted:
     def _exchanged(self, stage: int) -> _Exchange:
         if stage not in self._of_data:
             traffic = self.work.traffic(stage)
-            reduced, gathered, joined = (
-                self._collective(each.operation, each.sent, self.work.spreads[axis], each.count)
-                for each, axis in (
-                    (traffic.reduced, "shard"),
-                    (traffic.gathered, "shard"),
-                    (traffic.joined, "replica"),
+            reduced, gathered = (
+                self._collective(each.operation, each.sent, self.work.spreads["shard"], each.count)
+                for each in (traffic.reduced, traffic.gathered)
+            )
+            joined = sum(
+                self._collective(
+                    each.operation, each.sent, self.work.spreads["replica"], each.count
                 )
+                for each in traffic.joined
             )
             reduced += self._read_in_windows(traffic.read)
             self._of_data[stage] = _Exchange(reduced, gathered, joined)
@@ -261,7 +263,7 @@ class Predicted:
     def gradients(self, stage: int) -> Edge:
         """Return the sums of the last backward: that of the first layer's unit is waited for.
 
-        Sums over replicas begin as those of a replica end.
+        Sums over replicas begin as those of a replica end; 1-bit Adam's steps after all of them.
         """
         work = self.work
         reduced, gathered, joined = self._exchanged(stage)
@@ -269,12 +271,15 @@ class Predicted:
         total = first if work.sharded.gradients else reduced
         if not work.sharded.optimizer:
             total, first = total + gathered, first + self._first_gathered(stage)
-        total += joined
+        after = joined if work.exchanged.of == "steps" else 0.0
+        if work.exchanged.of == "gradients":
+            total += joined
+            exchanges = work.traffic(stage).joined
+            first += sum(self._first(each, stage, 1, "replica") for each in exchanges)
         if not self.software.hides_reduction:
-            return Edge(total)
-        first += self._first(work.traffic(stage).joined, stage, 1, "replica")
+            return Edge(total + after)
         first = min(total, first)
-        return Edge(first, total - first)
+        return Edge(first + after, total - first)
 
     # ---------------------------------------------------------------------- after all backwards
 
@@ -313,13 +318,25 @@ class Predicted:
             + small,
         }
 
+    def beside_next(self, step: float) -> float:
+        """Return what is longer than a step of the turns of local steps' fragments."""
+        exchanged = self.work.exchanged
+        if exchanged.of != "weights":
+            return 0.0
+        joined = max(self._exchanged(stage).joined for stage in set(self.work.like))
+        turns = exchanged.fragments / exchanged.every
+        turn = joined / turns
+        return turns * (turn - self.hidden() * min(turn, step))
+
     def checkpoint(self, step: float) -> float:
         work, files = self.work, self.cluster.files
         every = work.spec.checkpoint.every
         if not 0 < every < work.spec.train.steps or files is None:
             return 0.0
         owned = max(held.shards for held in work.held)
-        states = owned * work.platform.update.of_element / work.spreads["replica"].ranks
+        replicas = work.spreads["replica"].ranks
+        saved, _ = work.exchanged.saved(work.platform.update.of_element, replicas)
+        states = owned * saved / replicas
         write = states * work.nodes.most / (files.node_gb_s * _GIGA)
         if files.all_gb_s:
             write = max(write, states * work.nodes.ranks / (files.all_gb_s * _GIGA))
@@ -345,6 +362,9 @@ class Computing(Predicted):
 
     def after(self) -> Seconds:
         return {}
+
+    def beside_next(self, step: float) -> float:
+        return 0.0
 
     def checkpoint(self, step: float) -> float:
         return 0.0

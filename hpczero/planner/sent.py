@@ -18,6 +18,9 @@ class Sent:
     def __mul__(self, times: int) -> "Sent":
         return Sent(self.inside * times, self.between * times)
 
+    def __floordiv__(self, steps: int) -> "Sent":
+        return Sent(self.inside // steps, self.between // steps)
+
     def most(self, other: "Sent") -> "Sent":
         return Sent(max(self.inside, other.inside), max(self.between, other.between))
 

@@ -150,15 +150,16 @@ class _Between:
         """Return the bytes of an axis's groups on average: those of the stages differ."""
         volumes, on_nodes, shards = self._volumes, found[axis].on_nodes, found["shard"].ranks
         batches, among_data = volumes.batches(0), volumes.among_data
+        workers = among_data.workers(shards)
         if axis == "pipeline":
             return _between(volumes.of_pipeline(0, batches, on_nodes, shards))
         if axis == "data" and found["replica"].ranks > 1:
             return _between(norms(on_nodes))
         ways = {
-            "tensor": lambda stage: volumes.of_tensor(stage, batches, on_nodes),
+            "tensor": lambda stage: volumes.of_tensor(stage, batches, on_nodes, workers),
             "data": lambda stage: among_data.of_data(stage, 0, on_nodes, True),
             "shard": lambda stage: among_data.of_shards(stage, 0, on_nodes, True),
-            "replica": lambda stage: among_data.of_replicas(stage, 0, shards, on_nodes),
+            "replica": lambda stage: among_data.of_replicas(stage, 0, shards, 0, on_nodes),
         }
         sent = [_between(ways[axis](stage)) for stage in self._stages]
         return sum(sent) // len(sent)

@@ -63,6 +63,10 @@ class StepCosts(Protocol):
         """Return the seconds after all backwards, without checkpoints."""
         ...
 
+    def beside_next(self, step: float) -> float:
+        """Return the seconds, on average, of exchanges that a step of such a length cannot hide."""
+        ...
+
     def checkpoint(self, step: float) -> float:
         """Return the seconds of checkpoints in a step that takes so long without them."""
         ...

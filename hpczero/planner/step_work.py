@@ -41,13 +41,13 @@ _NONE = Repeated("", 0, Sent())
 class DataTraffic:
     """The exchange of a stage's busiest data rank in a step.
 
-    `joined`: sums of the shards over replicas. `read`: bytes of other ranks' gradients in the
-    memory of a node that shares them.
+    `joined`: what replicas exchange, in a step on average. `read`: bytes of other ranks' gradients
+    in the memory of a node that shares them.
     """
 
     reduced: Repeated
     gathered: Repeated
-    joined: Repeated
+    joined: tuple[Repeated, ...]
     read: float = 0.0
 
 
@@ -88,6 +88,7 @@ class StepWork:
         self.spreads = spreads(in_order(self.spec, nodes), nodes, spec.zero.shard_ranks)
         data, shard = self.spreads["data"], self.spreads["shard"]
         self.volumes = Volumes(self.spec, layers, data.ranks, self.once)
+        self.exchanged = self.volumes.among_data.exchanged
         self._batches = self.volumes.batches(data.ranks - 1)  # the last rank has the most
         self.batch = Batch.of(self._batches)
         parallel, memory = spec.parallel, spec.memory
@@ -259,7 +260,8 @@ class StepWork:
     def _traffic(self, stage: int, passes: int) -> DataTraffic:
         shard, replica, held = self.spreads["shard"], self.spreads["replica"], self.held[stage]
         among_data = self.volumes.among_data
-        reduced = gathered = joined = _NONE
+        reduced = gathered = _NONE
+        joined: tuple[Repeated, ...] = ()
         if shard.ranks > 1:
             totals = GroupVolumes(among_data.of_data(stage, 0, shard.on_nodes, True)).totals
             sums, weights = (totals[name].rank for name in ("reduce_scatter", "all_gather"))
@@ -267,9 +269,12 @@ class StepWork:
             reduced = Repeated("reduce_scatter", held.units * passes, sums)
             gathered = Repeated("all_gather", held.units * gathers, weights)
         if replica.ranks > 1:
-            exchange = among_data.of_replicas(stage, 0, shard.ranks, replica.on_nodes)
-            sums = GroupVolumes(exchange).totals["all_reduce"].rank
-            joined = Repeated("all_reduce", held.units, sums)
+            exchange = among_data.of_replicas(stage, 0, shard.ranks, 0, replica.on_nodes)
+            count = held.units / among_data.exchanged.every
+            joined = tuple(
+                Repeated(operation, count, total.rank)
+                for operation, total in GroupVolumes(exchange).totals.items()
+            )
         shared = self.shared and shard.ranks > 1
         read = float(held.all * self.precision.weight * passes) if shared else 0.0
         return DataTraffic(reduced, gathered, joined, read)

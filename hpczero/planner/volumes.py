@@ -16,7 +16,11 @@ data      for every unit of U bytes (a layer of the stage, its tensor shard, pad
           shard (all_gather); stage 3 as stage 2.
 shard     if the data ranks are S shards x R replicas: what data had, among the S ranks that have
           one copy of the states; data has the norm alone.
-replica   an all_reduce of U/S for every unit: the sums of the shards, once.
+replica   for every unit an all_reduce of U/S: the sums of the shards, once. Or an exchange of E
+          elements, the shard's or all that a rank owns, in messages of B(E) bytes
+          (`parallel.replicas.sizes`), once in `exchanged.every` steps: an all_to_all to each
+          replica, of its part of E / N; an all_gather of N parts. What all tensor ranks hold is
+          exchanged a second time, in fp32. Bytes are those of a step on average.
 tensor    for every micro-batch: a block has two pairs of a column- and a row-parallel layer, each
           with an all_reduce S in forward (twice if it is recomputed) and one in backward; the
           embedding has one in forward, the head one in backward; the loss an all_reduce of 4 and
@@ -28,7 +32,8 @@ pipeline  for every micro-batch: S at each boundary of chunks forward, and backw
           sequence_parallel the rank's part of it). A tied parameter: the stages that hold it have
           an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
 world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop. On data, tensor
-          and pipeline an all_gather of 8 N: the norm.
+          and pipeline an all_gather of 8 N: the norm. Where gradients of replicas differ, tensor's
+          and pipeline's has as many numbers as there are replicas.
 """
 
 from collections import Counter
@@ -172,9 +177,11 @@ class Volumes:
             divided = at.grids.get("shard", grid)
             key = of, *place, on_nodes, divided.nodes_cut_data_alike
         elif axis == "replica":
-            key = among_data.of_replicas, *place, at.shards, on_nodes
+            shard = at.grids["shard"].coordinate(group[0], "shard")
+            key = among_data.of_replicas, *place, at.shards, shard, on_nodes
         elif axis == "tensor":
-            key = self.of_tensor, place[0], self.batches(coordinate("data")), on_nodes
+            batches = self.batches(coordinate("data"))
+            key = self.of_tensor, place[0], batches, on_nodes, among_data.workers(at.shards)
         elif axis == "pipeline":
             batches = self.batches(coordinate("data"))
             key = self.of_pipeline, place[1], batches, on_nodes, at.shards
@@ -202,7 +209,7 @@ class Volumes:
             yield [{"all_reduce": agreement}], count * nodes
 
     def of_tensor(
-        self, stage: int, batches: Batches, on_nodes: Sequence[int]
+        self, stage: int, batches: Batches, on_nodes: Sequence[int], workers: int
     ) -> Iterator[RepeatedRanks]:
         ranks = self.spec.parallel.tensor
         messages = [
@@ -212,7 +219,7 @@ class Volumes:
         ]
         for count, nodes in runs(on_nodes):
             elsewhere = ranks - count
-            operations = {"all_gather": norm(ranks, elsewhere)}
+            operations = {"all_gather": norm(ranks, elsewhere, workers)}
             for operation, size, times in messages:
                 sent = Sent(*evenly(size, ranks, elsewhere)) * times
                 operations[operation] = operations.get(operation, Sent()) + sent
@@ -263,6 +270,7 @@ class Volumes:
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int], shards: int
     ) -> Iterator[RepeatedRanks]:
         stages = self.spec.parallel.pipeline
+        workers = self.among_data.workers(shards)
         last = stages - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
         samples = sum(size * times for size, times in batches)
@@ -276,7 +284,7 @@ class Volumes:
             operations = {
                 "send": sent + _directly(back, node != nodes[stage - 1]),
                 "all_reduce": summed(self._tied(stage, tensor_rank, nodes, shards)),
-                "all_gather": norm(stages, stages - on_nodes[node]),
+                "all_gather": norm(stages, stages - on_nodes[node], workers),
             }
             yield [operations], 1
 

@@ -8,9 +8,30 @@ from typing import Any
 
 from hpczero.comm.world import World
 from hpczero.spec.rules import AXES, contradictions
-from hpczero.spec.schema import Data, Memory, Model, Parallel, Spec, Train, Zero
+from hpczero.spec.schema import (
+    Comm,
+    Data,
+    Memory,
+    Model,
+    Optimizer,
+    Outer,
+    Parallel,
+    Spec,
+    Train,
+    Zero,
+)
 
 MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
+
+# what replicas exchange, other than plain sums -> tables of the spec
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "compressed": {"comm": Comm(compress="int8")},
+    "signs": {"optimizer": Optimizer(name="one_bit_adam", freeze=1)},
+    **{
+        form: {"optimizer": Optimizer(outer=Outer(every=1, precision=form))}
+        for form in ("fp32", "bf16", "int8", "int4")
+    },
+}
 
 
 @contextmanager

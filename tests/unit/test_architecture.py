@@ -42,6 +42,7 @@ ALLOWED = {
     "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}
     | {"model.shapes", "model.families", "model.work"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
+    | {"parallel.replicas.exchanged", "parallel.replicas.sizes"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
     | {"parallel.pipeline.simulate"},
     "planner.cluster": {"errors", "env", "spec", "text", "planner.needs"},
@@ -100,6 +101,9 @@ PURE = (
         "comm.trace",
         "parallel.layout",
         "parallel.states",
+        "parallel.replicas.exchanged",
+        "parallel.replicas.sizes",
+        "parallel.replicas.turns",
     ),
     *("parallel.pipeline.schedule", "parallel.pipeline.partition", "parallel.pipeline.simulate"),
 )
@@ -107,6 +111,7 @@ WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
     *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
+    "commands.init",
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
     "commands.explain",

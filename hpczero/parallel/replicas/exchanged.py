@@ -87,11 +87,13 @@ class Exchanged:
         `of_update`: those of the update without replicas. What each replica has of its own comes
         from it to the one that saves the unit.
         """
+        if replicas == 1:
+            return of_update, 0
         errors = _FP32 * self.has_errors
         common, own = of_update, errors
         if self.of == "weights":  # outer weights and momentum; each has weights and moments
             common, own = 2 * _FP32, 3 * _FP32 + errors
-        collected = errors + own * replicas if replicas > 1 else 0
+        collected = errors + own * replicas
         return common + collected, collected
 
     def in_words(self) -> str:

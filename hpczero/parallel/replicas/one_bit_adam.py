@@ -158,7 +158,8 @@ class OneBitAdam(AdamWUpdate):
             master.sub_(u[span.elements], alpha=lr / (1.0 - beta1**number))
         unit.weights_from_master()
         for other in self._in_flight.values():
-            other.poll()
+            if not other.poll():  # second passes begin in one order on all ranks
+                return
 
     def carried_out(self, number: int) -> None:
         """Freeze the second moment if it is time, after an update. Collective."""

@@ -43,11 +43,11 @@ class Exchanger:
     def start(
         self, unit: Unit, values: Tensor, errors: Errors, variance: Tensor | None = None
     ) -> "UnitExchange":
-        """Start the exchange of `values`, one for each element of this rank's shard.
+        """Start the exchange of `values`, one for each element of this rank's shard, or of all.
 
         The values are undefined then.
         """
-        exact = self._exact(unit) if self._may_part else []
+        exact = self._exact(unit, values.numel()) if self._may_part else []
         if not exact:
             exchange = Exchange(self.replicas, self.codec, values, errors, variance)
             return UnitExchange(exchange, None, [])
@@ -60,13 +60,13 @@ class Exchanger:
         exchange = Exchange(self.replicas, self.codec, values, errors, living)
         return UnitExchange(exchange, Exchange(self.replicas, _EXACT, joined, Errors()), exact)
 
-    def _exact(self, unit: Unit) -> list[slice]:
-        """Return the elements that tensor ranks hold in common."""
+    def _exact(self, unit: Unit, elements: int) -> list[slice]:
+        """Return the elements, of the shard's or of all, that tensor ranks hold in common."""
         if unit not in self._exact_of:
-            first = unit.shard.start
+            first = 0 if elements == unit.layout.size else unit.shard.start
             self._exact_of[unit] = [
                 slice(part.start - first, part.stop - first)
-                for slot, part in unit.layout.spans(first, unit.shard.stop)
+                for slot, part in unit.layout.spans(first, first + elements)
                 if not slot.is_split
             ]
         return self._exact_of[unit]

@@ -124,7 +124,7 @@ def _integer(word, bits, number):
     """Return one of the integers in a word as a number."""
     half = 1 << (bits - 1)
     code = uint32(uint32(word >> uint32(bits * number)) & uint32(2 * half - 1))
-    return float32(int32(uint32(code ^ uint32(half))) - int32(half))
+    return float32(int32(int32(code ^ uint32(half)) - int32(half)))
 
 
 @kernel(ADDRESS, CODE, ADDRESS, CODE, ADDRESS, ADDRESS, CODE, NUMBER, COUNT, CODE)

@@ -23,7 +23,7 @@ from hpczero.planner.placement import placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
 from hpczero.train.batches import Batches
-from tests.support.jobs import any_job, laid_out
+from tests.support.jobs import EXCHANGES, any_job, job, laid_out
 from tests.support.training import LearnableSource
 
 pytestmark = pytest.mark.mpi
@@ -70,16 +70,33 @@ def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
     """
     choice = random.Random(100 * world.size + number)
     with laid_out(world, choice.choice([0, 1, 2, 3])) as nodes:
-        job = Job(any_job(choice, world.size), nodes)
-        samples = max(len(batch.samples) for batch in job.step(0) + job.step(1))
-        allocated = job.way.memory()
-        expected = job.needed.each | job.needed.together
+        held = Job(any_job(choice, world.size), nodes)
+        samples = max(len(batch.samples) for batch in held.step(0) + held.step(1))
+        allocated = held.way.memory()
+        expected = held.needed.each | held.needed.together
         if "pipeline" in allocated:
-            assert allocated.pop("pipeline") * job.largest == expected["pipeline"] * samples, (
+            assert allocated.pop("pipeline") * held.largest == expected["pipeline"] * samples, (
                 "a rank's buffers hold its own largest micro-batch"
             )
         assert allocated == {kind: expected[kind] for kind in allocated}
-        job.way.engine.close()
+        held.way.engine.close()
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_what_replicas_keep_is_predicted(world: World, exchange: str, stage: int) -> None:
+    """To the byte on the first one; the last ones may make averages of fewer elements."""
+    with laid_out(world, 2) as nodes:
+        zero = {"stage": stage, "shard_ranks": 2 if world.size == 4 else 1}
+        held = Job(job(zero=zero).model_copy(update=EXCHANGES[exchange]), nodes)
+        allocated = held.way.memory().get("exchange", 0)
+        expected = held.needed.each.get("exchange", 0)
+        replicas = held.way.engine.axis.replicas
+        assert replicas
+        assert allocated == expected if replicas.number == 0 else allocated <= expected
+        assert (expected > 0) == (exchange != "compressed")
+        held.way.engine.close()
 
 
 WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=64)
@@ -109,7 +126,7 @@ def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) ->
         Train(global_batch=32, micro_batch=4, eval_batches=0),
         Parallel(**case["parallel"]),
     )
-    job = Job(
+    held = Job(
         Spec(
             model=MODELS[case["model"]],
             data=Data(source="synthetic"),
@@ -119,17 +136,17 @@ def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) ->
         ),
         world,
     )
-    job.step(0)
-    micro_batches, peaks = job.batches.training(1), []
+    held.step(0)
+    micro_batches, peaks = held.batches.training(1), []
     # a neighbour that happens to be late leaves messages unsent for longer:
     # the least of three says what a stage needs
     for _ in range(3):
         with peak_of_allocations() as peak:
-            job.way.train(micro_batches, 100, Trace())
-        job.way.engine.finish_step(0.0)
+            held.way.train(micro_batches, 100, Trace())
+        held.way.engine.finish_step(0.0)
         peaks += peak
-    job.way.engine.close()
-    widest = job.needed.each["activations"] + job.needed.each["workspace"]
+    held.way.engine.close()
+    widest = held.needed.each["activations"] + held.needed.each["workspace"]
     assert 0.85 < min(peaks) / widest < 1.1
 
 

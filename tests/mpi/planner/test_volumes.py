@@ -13,8 +13,8 @@ from hpczero.comm.world import World
 from hpczero.model import families
 from hpczero.planner.sent import Sent
 from hpczero.planner.volumes import Volumes, resolved
-from hpczero.spec.schema import Spec
-from tests.support.jobs import MODEL, any_job, job, laid_out
+from hpczero.spec.schema import Optimizer, Outer, Spec
+from tests.support.jobs import EXCHANGES, MODEL, any_job, job, laid_out
 from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
@@ -106,6 +106,44 @@ def test_shards_inside_replicas_between(world: World, case: dict[str, Any]) -> N
         spec = job(7 if "pipeline" in case else 13, zero=zero, **parallel)
         for sent in sent_in_steps(nodes, spec):
             assert sent == expected(spec, nodes), spec
+
+
+def exchanges(ranks: int, everything: bool) -> list[dict[str, Any]]:
+    return [
+        {"exchange": exchange, "stage": stage, **parallel}
+        for parallel in (LAYOUTS if ranks % 2 == 0 else LAYOUTS[:1])
+        for exchange in EXCHANGES
+        for stage in range(4)
+    ]
+
+
+@pytest.mark.cases(of=exchanges)
+@pytest.mark.few(8)
+def test_replicas_that_exchange_in_other_forms(world: World, case: dict[str, Any]) -> None:
+    """Each rank is a replica, or two of a node are one: averages are those of the last replicas."""
+    parallel = {key: size for key, size in case.items() if key not in ("exchange", "stage")}
+    data = world.size // (parallel.get("tensor", 1) * parallel.get("pipeline", 1))
+    zero = {"stage": case["stage"], "shard_ranks": 2 if data == 4 else 1}
+    with laid_out(world, 2) as nodes:
+        spec = job(7, zero=zero, **parallel).model_copy(update=EXCHANGES[case["exchange"]])
+        steps = sent_in_steps(nodes, spec)
+        for sent in steps[:-1]:  # after the last one workers of local steps come together
+            assert sent == expected(spec, nodes), spec
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_local_steps_exchange_once_in_a_while(world: World, fragments: int) -> None:
+    """The bytes of a step are those of two, on average."""
+    with laid_out(world, 1) as nodes:
+        outer = Optimizer(outer=Outer(every=2, fragments=fragments))
+        spec = job(7, zero={"shard_ranks": 1}).model_copy(update={"optimizer": outer})
+        first, second, _ = sent_in_steps(nodes, spec)
+        foreseen = expected(spec, nodes)["replica"]
+        for name, each in foreseen.items():
+            turns = [step.get("replica", {}).get(name, Sent()) for step in (first, second)]
+            assert 2 * each.between <= sum(turn.between for turn in turns) <= 2 * each.between + 1
+            assert all(turn.between for turn in turns) == (fragments == 2)
 
 
 @pytest.mark.ranks(4)

@@ -1,6 +1,7 @@
 """Rates that the trace of a run shows: found again from a trace that was made of known ones."""
 
 import json
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_the_rates_of_a_run(run: Path) -> None:
     assert not found.between
     for size, seconds in found.inside["reduce_scatter"]:
         assert seconds == pytest.approx((LATENCY + NS_A_BYTE * size) / 1e9, rel=0.01)
+
+
+def test_an_update_of_replicas_is_of_the_same_shards(run: Path) -> None:
+    """Two ranks with a copy each update all that one would, at any stage."""
+    whole = run.with_name("whole")
+    shutil.copytree(run, whole)
+    spec = SPEC + "[zero]\nshard_ranks = 1\nstage = {}\n"
+    for stage in (0, 1):
+        (whole / "spec.toml").write_text(spec.format(stage))
+        assert read(whole).bandwidth == pytest.approx(2 * read(run).bandwidth)
 
 
 def test_a_file_without_a_base_has_what_the_run_shows(run: Path) -> None:

@@ -69,7 +69,8 @@ def test_a_pipeline_takes_its_course(of: Pipeline, seed: int) -> None:
 
 @pytest.mark.parametrize("of", PIPELINES, ids=lambda of: f"{of.kind}-{of.stages}")
 def test_waits_inside_actions_land_in_their_causes(of: Pipeline) -> None:
-    waits = {"tensor": 150_000, "data": 60_000, "data gathers": 40_000}
+    waits = {"tensor": 150_000, "data": 20_000, "data gathers": 20_000, "shard": 10_000}
+    waits |= {"shard gathers": 20_000, "replica": 10_000, "replica averages": 20_000}
     waits |= {"pipeline": 50_000, "world": 25_000}
     known = drawn(of, 4, waits=waits)
     found = replay(traced(of, known))

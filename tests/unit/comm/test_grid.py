@@ -318,6 +318,27 @@ def test_description() -> None:
     ]
 
 
+def test_description_of_shards_and_replicas() -> None:
+    grid = Grid.build(Parallel(tensor=2, order=USUAL), [0, 0, 0, 0, 1, 1, 1, 1])
+    assert grid.describe("node") == [
+        "8 ranks on 2 nodes: tensor(2) x data(4) x pipeline(1), innermost axis first",
+        "  tensor    4 groups of 2, inside nodes:  [0 1]  [2 3]  [4 5]  [6 7]",
+        "  data      2 groups of 4, across nodes:  [0 2 4 6]  [1 3 5 7]",
+        "    shard   4 groups of 2, inside nodes:  [0 2]  [1 3]  [4 6]  [5 7]",
+        "    replica 4 groups of 2, across nodes:  [0 4]  [1 5]  [2 6]  [3 7]",
+    ]
+    assert grid.describe(4) == grid.describe("all") == grid.describe()
+    assert "shard" not in "".join(grid.describe(1)), "each rank has one copy"
+    assert grid.size_by_axis("node") == {
+        "tensor": 2,
+        "data": 4,
+        "pipeline": 1,
+        "shard": 2,
+        "replica": 2,
+    }
+    assert grid.size_by_axis("all") == {"tensor": 2, "data": 4, "pipeline": 1}
+
+
 def test_axes_that_are_none_or_come_twice_are_a_mistake() -> None:
     grid = Grid.build(Parallel(), [0, 0])
     for axes in (("date",), ("data", "data")):

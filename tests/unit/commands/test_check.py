@@ -51,6 +51,25 @@ def data(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 @pytest.mark.usefixtures("here")
+def test_it_says_who_has_copies_and_what_these_exchange(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    node = ("--set", "zero.shard_ranks=node")
+    layout = data(capsys, *RANKS, *node)["layout"]
+    assert layout["axes"]["shard"] == 8
+    assert layout["axes"]["replica"] == 2
+    assert layout["exchanged"] is None
+    assert set(layout["sent"]) == {"data", "shard", "replica", "world"}
+    local = ("--set", "optimizer.outer.every=50", "--set", "checkpoint.every=0")
+    layout = data(capsys, *RANKS, *node, *local)["layout"]
+    assert (layout["exchanged"]["form"], layout["exchanged"]["every"]) == ("fp32", 50)
+    assert check(*RANKS, *node, *local) == 0
+    out = capsys.readouterr().out
+    assert "shard   2 groups of 8, inside nodes:  [0 1 2 3 4 5 6 7]  [8 9 10" in out
+    assert "replicas send each other weights in fp32, in one of 50 steps: bytes are those" in out
+
+
+@pytest.mark.usefixtures("here")
 def test_it_says_how_long_the_job_takes(capsys: pytest.CaptureFixture[str]) -> None:
     time = data(capsys, *RANKS)["layout"]["time"]
     assert check(*RANKS) == 0

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from hpczero.comm.grid import Grid
 from hpczero.model import families
 from hpczero.planner.allocation import Allocation
-from hpczero.planner.layout_space import Saving, round_numbers
+from hpczero.planner.layout_space import Saving, Space, round_numbers
 from hpczero.planner.layouts import TABLES, Layout
 from hpczero.planner.room import Room
 from hpczero.planner.search import distinct
@@ -47,12 +48,37 @@ def test_each_layout_comes_once_and_all_values_come() -> None:
     values = {key: {getattr(one, key) for one in layouts} for key in TABLES}
     assert values["tensor"] == values["pipeline"] == {1, 2, 4, 8}
     assert values["stage"] == {0, 1, 2, 3}
+    assert values["shard_ranks"] == {"all", "node"}
     assert values["micro_batch"] >= {1, 2, 3, 4, 8, 64}
     assert values["recompute"] == {"none", "selective", "block"}
     assert values["schedule"] == {"1f1b", "interleaved"}
     assert {place.partition(":")[0] for place in values["offload"]} == {"none", "cpu", "nvme"}
     for key in ("sequence_parallel", "partition_activations"):
         assert values[key] == {False, True}
+
+
+def divisions(of: Space) -> set[Any]:
+    return {Layout.of(spec).shard_ranks for spec in everything(of)}
+
+
+def test_states_are_divided_inside_nodes_only_where_that_differs() -> None:
+    assert divisions(space(Allocation.of_nodes(1, 8))[0]) == {"all"}
+    assert divisions(space(Allocation.of_nodes(4, 1))[0]) == {"all"}
+    of, _ = space(Allocation.of_nodes(2, 4))
+    for spec in everything(of):
+        if spec.zero.shard_ranks == "node":
+            grid = Grid.build(spec.parallel, of.nodes.node_of_rank).shards_and_replicas("node")
+            assert grid.size("shard") > 1 < grid.size("replica")
+
+
+def test_the_number_of_workers_is_the_user_s() -> None:
+    ways = Outer(every=5), Outer()
+    for name, outer in zip(("adamw", "one_bit_adam"), ways, strict=True):
+        of, _ = space(Allocation.of_nodes(2, 4), zero__shard_ranks=4, optimizer__name=name)
+        optimizer = of.spec.optimizer.model_copy(update={"outer": outer})
+        spec = of.spec.model_copy(update={"optimizer": optimizer})
+        assert divisions(Space(spec, of.nodes)) == {4}
+        assert all(one.tensor * one.pipeline <= 2 for one in Space(spec, of.nodes).parallels)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +89,7 @@ def test_each_layout_comes_once_and_all_values_come() -> None:
         ("parallel", "chunks", 3),
         ("parallel", "order", "data,tensor,pipeline"),
         ("zero", "stage", 3),
+        ("zero", "shard_ranks", 2),
         ("zero", "offload", "cpu"),
         ("train", "micro_batch", 5),
         ("memory", "recompute", "selective"),

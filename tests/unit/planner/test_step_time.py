@@ -16,7 +16,18 @@ from hpczero.planner.composed import Pipeline, causes_of_action, compose
 from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.step_costs import CAUSES, Edge
 from hpczero.planner.step_time import StepTime, predict
-from hpczero.spec.schema import Checkpoint, Memory, Model, Parallel, Spec, Train, Zero
+from hpczero.spec.schema import (
+    Checkpoint,
+    Comm,
+    Memory,
+    Model,
+    Optimizer,
+    Outer,
+    Parallel,
+    Spec,
+    Train,
+    Zero,
+)
 from tests.support.fitting import changed
 
 GPUS = Platform("cuda", KERNELS_THAT_CHANGE_MEMORY["cuda"], native=True)
@@ -90,6 +101,45 @@ def test_causes_add_up_and_none_is_negative(job: tuple[Spec, Allocation, Cluster
     assert [cause for cause, _, _ in step.largest()] == sorted(
         step.causes, key=lambda cause: -step.causes[cause]
     )[:3]
+
+
+def data_seconds(cluster: Cluster = DGX, **keys: Any) -> float:
+    zero = {"stage": 3, **{key: keys.pop(key) for key in ("stage", "shard_ranks") if key in keys}}
+    return time_of(spec_of(zero=Zero(**zero), **keys), cluster=cluster).causes["data"]
+
+
+SLOW = changed(DGX, {"network.adapter_gb_s": 0.5, "network.adapters": 1})
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_shards_inside_nodes_spare_the_network(stage: int) -> None:
+    """At stage 3 most of all: sums of replicas alone leave a node, once in a step."""
+    everywhere, inside = (
+        data_seconds(SLOW, stage=stage, shard_ranks=shards) for shards in ("all", "node")
+    )
+    assert inside < everywhere / (8 if stage == 3 else 3)
+
+
+def test_smaller_messages_of_replicas_take_less() -> None:
+    sums = data_seconds(SLOW, shard_ranks="node")
+    compressed = data_seconds(SLOW, shard_ranks="node", comm=Comm(compress="int8"))
+    assert 0.4 < compressed / sums < 0.7
+    signs = Optimizer(name="one_bit_adam", freeze=10)
+    assert data_seconds(SLOW, shard_ranks="node", optimizer=signs) < 0.4 * sums
+
+
+def test_local_steps_hide_their_exchange_behind_the_next_step() -> None:
+    def of(every: int, cluster: Cluster = SLOW, **keys: Any) -> float:
+        outer = Optimizer(outer=Outer(every=every, **keys))
+        return data_seconds(cluster, shard_ranks="node", optimizer=outer)
+
+    alone = data_seconds(DGX, shard_ranks="node", optimizer=Optimizer(outer=Outer(every=10**9)))
+    assert of(1) > of(10) > of(100) > alone
+    assert of(100) - alone == pytest.approx((of(10) - alone) / 10, rel=0.05)
+    assert of(100, precision="int4") < of(100)
+    assert of(100, fragments=10) < of(100), "each has a step to hide behind"
+    hides = changed(SLOW, {"network.hidden": 1.0})
+    assert of(100, hides, fragments=100) == pytest.approx(of(10**9, hides), rel=0.01)
 
 
 BETTER = [
@@ -300,6 +350,9 @@ class Spans:
 
     def after(self) -> dict[str, float]:
         return {"optimizer": 1.0}
+
+    def beside_next(self, step: float) -> float:
+        return 0.0
 
     def checkpoint(self, step: float) -> float:
         return 0.0
