@@ -51,6 +51,7 @@ def own_spec_of(method: str, folder: str = "runs", **tables: Any) -> dict[str, A
         "zero": {"shard_ranks": "node"},
         "comm": {"compress": "int8" if method == "int8" else "none"},
         "schedule": {"name": "constant"},
+        "checkpoint": {"every": 0},
     }
     for name, table in tables.items():
         found[name] = {**found.get(name, {}), **table}
