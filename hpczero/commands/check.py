@@ -78,7 +78,7 @@ class Layout:
     exchanged: dict[str, Any] | None  # what replicas send in place of gradients' plain sums
     memory: dict[str, Any] | None  # `planner.forecast`
     time: "Outlook | None"  # None where the cluster is not known, too
-    sharing_left_out: str  # why the ranks of a node do not share states where they could; or ""
+    left_out: list[str]  # what the spec asks for and these ranks do not do
     recompute: str  # memory.recompute, decided if it is "auto"
     refusal: str  # why it does not fit the nodes, as far as they are known; empty: it does
 
@@ -149,7 +149,7 @@ def _layout(spec: Spec, on: "Allocation", node: "Hardware", platform: "Platform"
         exchanged=forecast.exchanged(spec, grid),
         memory=memory,
         time=time,
-        sharing_left_out=forecast.sharing_left_out(spec.zero, grid),
+        left_out=forecast.left_out(spec, grid),
         refusal=refusal,
         recompute=spec.memory.recompute,
     )
@@ -169,7 +169,7 @@ def _layout_notes(spec: Spec, layout: Layout | None) -> list[str]:
     if not layout:
         return []
     batch = spec.train.global_batch
-    notes = [layout.sharing_left_out] if layout.sharing_left_out else []
+    notes = [*layout.left_out]
     if spec.memory.recompute == "auto":
         notes.append(f'memory.recompute = "auto" becomes "{layout.recompute}" here')
     notes += layout.time.warnings() if layout.time else []

@@ -202,6 +202,32 @@ def sharing_left_out(zero: Zero, grid: Grid) -> str:
     )
 
 
+def left_out(spec: Spec, grid: Grid) -> list[str]:
+    """Return what the spec asks for and these ranks do not do."""
+    found = sharing_left_out(spec.zero, grid), replicas_left_out(spec, grid)
+    return [what for what in found if what]
+
+
+def replicas_left_out(spec: Spec, grid: Grid) -> str:
+    """Return which settings of replicas change nothing, as there is one; "" if there are several.
+
+    Those that need several without any doubt are refused by the rules of a spec.
+    """
+    optimizer = spec.optimizer
+    ways = {
+        'optimizer.name = "one_bit_adam"': optimizer.name == "one_bit_adam",
+        f"optimizer.outer.every = {optimizer.outer.every}": optimizer.outer.every > 0,
+    }
+    wanted = [way for way, is_wanted in ways.items() if is_wanted]
+    if not wanted or grid.shards_and_replicas(spec.zero.shard_ranks).size("replica") > 1:
+        return ""
+    return (
+        f"{wanted[0]} has no effect: zero.shard_ranks = {toml_repr(spec.zero.shard_ranks)} makes "
+        f"the {format_count(grid.size('data'), 'data rank')} one worker, which trains by AdamW; "
+        "a number that is smaller makes several"
+    )
+
+
 def nodes(grid: Grid) -> list[dict[str, Any]]:
     """Return each node's ranks, and their boxes in the grid: axis -> first and last coordinate."""
     shape, axes = grid.sizes[::-1], grid.axes[::-1]

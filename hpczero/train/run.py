@@ -25,7 +25,7 @@ from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
 from hpczero.planner.allocation import Allocation
-from hpczero.planner.forecast import sharing_left_out
+from hpczero.planner.forecast import left_out
 from hpczero.planner.outlook import Outlook, outlook
 from hpczero.spec import site_profile
 from hpczero.spec.load import load
@@ -228,7 +228,7 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
     if resumed.path:
         checkpoints.refresh_weights()
     elif families.known(checkpoints.spec.model):
-        checkpoints.engine.renew(lambda unit: unit.fill_owned(checkpoints.engine.initial_values))
+        checkpoints.engine.begin_with_initial_values()
     if reporter:
         directory = reporter.directory
         of_this_run = resumed.path and resumed.path.parent == directory.path / "checkpoints"
@@ -298,7 +298,7 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
         else:
             what = f"{memory} was not checked: what the stages need is not known"
         reporter.event("WARN", what=what)
-    for what in filter(None, [sharing_left_out(job.spec.zero, job.grid), *site_profile.unusable()]):
+    for what in (*left_out(job.spec, job.grid), *site_profile.unusable()):
         reporter.event("WARN", what=what)
     if job.asked.checkpoint.asynchronous > job.spec.checkpoint.asynchronous:
         what = "no room for a copy of the states: training waits while a checkpoint is saved"

@@ -129,7 +129,11 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
             }
         ),
         optimizer=Optimizer(lr=3e-3, eps=1e-4),
-        zero=Zero(stage=case["stage"], node_shared=case["shared"]),
+        zero=Zero(
+            stage=case["stage"],
+            node_shared=case["shared"],
+            shard_ranks=case.get("shards", "all"),
+        ),
         parallel=Parallel(**layout, schedule=case["schedule"], chunks=chunks),
     )
 

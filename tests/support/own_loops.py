@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import hpczero
 from hpczero.comm.world import World
-from hpczero.train import resume
+from hpczero.train.saved_states import common_states
 from tests.support.user_modules import made
 
 SAMPLES = 12  # of a step, over all ranks
@@ -91,7 +91,7 @@ class Loop:
 def states(engine: Any) -> list[torch.Tensor]:
     """Everything that a step changes on this rank."""
     own = engine.engine
-    return [state.clone() for unit in own.units for state in resume.states(own, unit).values()]
+    return [state.clone() for unit in own.units for state in common_states(own, unit).values()]
 
 
 def started(world: World, spec: Mapping[str, Any], **how: Any) -> Any:

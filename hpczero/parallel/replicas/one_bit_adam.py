@@ -9,6 +9,9 @@ replica, with its own gradient g, clipped by its own norm:
     m = u (sqrt(v / correction2) + eps)
     w = w (1 - lr decay) - lr u / correction1
 
+A parameter without a gradient on every rank stays as it is, with its momentum and its errors; its
+corrections count its own updates.
+
 The paper sends m. Here u is sent, the same but for a constant factor of each element, so that the
 elements of a block, which share a scale, are steps of like sizes: otherwise those with a small v
 would take steps of the size of the others' momentum.
@@ -49,6 +52,7 @@ class OneBitAdam(AdamWUpdate):
         self._seen = 0, 0.0  # the update after which v was looked at last, and its norm then
         self._step: Step | None = None
         self._in_flight: dict[Unit, UnitExchange] = {}
+        self._unchanged: dict[Unit, list[tuple[Tensor, Tensor]]] = {}  # states, and their values
         largest = max(unit.master.numel() for unit in self.units)
         self._u = self.units[0].master.new_empty(largest)
 
@@ -69,16 +73,48 @@ class OneBitAdam(AdamWUpdate):
         if not self.gradients_differ:
             super().begin(step)
             return
-        (norm,) = step.read_norm()
+        norm, _ = step.read_norms()
         self._step = step if isfinite(norm) else None
         if self._step is None:
             return
         clip = self.settings.train.grad_clip
         factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / step.scale
         for unit in self.units:
+            variance = self._living(unit)
             u = self._own_step(unit, factor)
-            variance = self.moment2[unit]
             self._in_flight[unit] = self._exchanger.start(unit, u, self.errors[unit], variance)
+
+    def _living(self, unit: Unit) -> Tensor:
+        """Return the variance, 0 where the step leaves parameters out; keep what they have."""
+        variance = self.moment2[unit]
+        absent = self._absent_elements(unit)
+        if not absent:
+            return variance
+        variance = variance.clone()
+        errors = self.errors[unit]
+        dealt = self.dealt_part(unit, self._exchanger.replicas.number)
+        assert errors.sent is not None
+        assert errors.served is not None
+        kept = []
+        for part in absent:
+            variance[part] = 0
+            served = [
+                min(max(end - dealt.start, 0), errors.served.numel())
+                for end in (part.start, part.stop)
+            ]
+            kept += [self.moment1[unit][part], errors.sent[part], errors.served[slice(*served)]]
+        self._unchanged[unit] = [(state, state.clone()) for state in kept]
+        return variance
+
+    def _absent_elements(self, unit: Unit) -> list[slice]:
+        """Return the owned elements of parameters that this step leaves out."""
+        names = {unit.layout.slots[index].parameter.name for index in self.absent.of(unit)}
+        first = unit.owned.start
+        return [
+            slice(part.start - first, part.stop - first)
+            for slot, part in unit.layout.spans(first, unit.owned.stop)
+            if slot.parameter.name in names
+        ]
 
     def _own_step(self, unit: Unit, factor: float) -> Tensor:
         """Update the momentum by this replica's gradient; return u."""
@@ -112,11 +148,14 @@ class OneBitAdam(AdamWUpdate):
         exchange.decode(u)
         for part, roots in self._roots(unit):
             torch.mul(u[part], roots, out=self.moment1[unit][part])
+        for state, values in self._unchanged.pop(unit, ()):
+            state.copy_(values)
         beta1, _ = self.settings.optimizer.betas
-        size = self._step.lr / (1.0 - beta1**self._step.number)
-        for span in self.spans_to_step(unit, frozenset()):
-            master = unit.master[span.elements]
-            master.mul_(1.0 - self._step.lr * span.decay).sub_(u[span.elements], alpha=size)
+        for span in self.spans_to_step(unit, self.absent.of(unit)):
+            lr = self.rate(self._step, span.name)
+            number = self._step.number - self.absent.missed.get(span.name, 0)
+            master = unit.master[span.elements].mul_(1.0 - lr * span.decay)
+            master.sub_(u[span.elements], alpha=lr / (1.0 - beta1**number))
         unit.weights_from_master()
         for other in self._in_flight.values():
             if not other.poll():  # second passes begin in one order on all ranks
@@ -126,18 +165,35 @@ class OneBitAdam(AdamWUpdate):
         """Freeze the second moment if it is time, after an update. Collective."""
         if self.frozen:
             return
+        if self._is_time(number):
+            self.frozen = number
+            self._scale_late_variances()
+
+    def _is_time(self, number: int) -> bool:
+        """Return True if the second moment is to be frozen after this update. Collective."""
         if wanted := self.settings.optimizer.freeze:
-            self.frozen = number if number >= wanted else 0
-            return
+            return number >= wanted
         _, beta2 = self.settings.optimizer.betas
         before, norm_before = self._seen
         if number - before < round(1.0 / (1.0 - beta2)):
-            return
+            return False
         norm = self._norm_of_variance()
         alike = min(norm, norm_before) >= _STABLE * max(norm, norm_before)
-        if before and alike and norm and number >= self._warmup:
-            self.frozen = number
         self._seen = number, norm
+        return bool(before and alike and norm and number >= self._warmup)
+
+    def _scale_late_variances(self) -> None:
+        """Scale second moments of fewer updates, so that the correction of all is right for them.
+
+        Those of parameters that had a gradient in some updates only.
+        """
+        _, beta2 = self.settings.optimizer.betas
+        for unit in self.units:
+            for span in self.spans_to_step(unit, frozenset()):
+                updates = self.frozen - self.absent.missed.get(span.name, 0)
+                if 0 < updates < self.frozen:
+                    factor = (1.0 - beta2**self.frozen) / (1.0 - beta2**updates)
+                    self.moment2[unit][span.elements].mul_(factor)
 
     def _norm_of_variance(self) -> float:
         """Return the sum of the second moments; of what several ranks hold, more than once."""

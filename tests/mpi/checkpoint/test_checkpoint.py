@@ -26,7 +26,7 @@ from hpczero.model.families import layers
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.schema import Spec
-from hpczero.train.resume import states
+from hpczero.train.saved_states import common_states
 from tests.support.checkpoints import seal
 from tests.support.saving import GRIDS, divided, engine_on, spec_of
 
@@ -43,7 +43,7 @@ def stretches(engine: Engine, unit: Unit) -> Iterator[tuple[torch.Tensor, torch.
     """Yield, of all states, what this rank steps and what it ought to be."""
     for place, part in unit.layout.spans(unit.owned.start, unit.owned.stop):
         here = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
-        for slot, state in enumerate(states(engine, unit).values()):
+        for slot, state in enumerate(common_states(engine, unit).values()):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
             yield (
                 state[here],
@@ -130,7 +130,7 @@ def test_any_grid_reads_what_any_grid_saved(
             with engine_on(part, spec_of(shared_folder, reader)) as (engine, checkpoints):
                 for writer in writers:
                     for unit in engine.units:
-                        for state in states(engine, unit).values():
+                        for state in common_states(engine, unit).values():
                             state.fill_(float("nan"))
                     checkpoints.spec = spec_of(f"{shared_folder}/{writer}", reader)
                     checkpoints.path = Path(shared_folder) / writer / "run" / "checkpoints"

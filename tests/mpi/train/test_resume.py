@@ -16,7 +16,8 @@ from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 from hpczero.train.checkpointing import Checkpoints
-from hpczero.train.resume import look_ahead, states
+from hpczero.train.resume import look_ahead
+from hpczero.train.saved_states import common_states
 from tests.support.saving import divided, engine_on, save_steps
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
@@ -122,7 +123,7 @@ def test_what_the_new_precision_and_batch_mean(world: World, shared_folder: str)
 def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str) -> None:
     with engine_on(world, divided(f"{shared_folder}/first")) as (engine, checkpoints):
         for unit in engine.units:
-            for number, state in enumerate(states(engine, unit).values()):
+            for number, state in enumerate(common_states(engine, unit).values()):
                 state.fill_(number + 1.0)
         engine.updates = 9
         save_steps(checkpoints, 9)
@@ -139,7 +140,7 @@ def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str)
                 for _, part in unit.layout.spans(unit.owned.start, unit.owned.stop)
             ]
             assert all(torch.all(unit.master[start:stop] == 1.0) for start, stop in own)
-            assert not any(state.any() for state in list(states(engine, unit).values())[1:])
+            assert not any(state.any() for state in list(common_states(engine, unit).values())[1:])
         save_steps(checkpoints, 3)
     assert begins_at(world, spec) == 3
     other = spec.model_copy(
