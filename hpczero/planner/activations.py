@@ -14,7 +14,7 @@ in micro-batches, for whatever size these have.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -253,7 +253,8 @@ Pass = list[Use]
 
 _KEPT = Memory()  # of which nothing is computed again
 
-CountGathers = Callable[[Chunks, Sequence[int], Parallel, int, int], Counter[int]]  # `gathers`
+# `gathers`
+CountGathers = Callable[[Chunks, Sequence[int], Parallel, int, int, Memory], Counter[int]]
 
 
 def gathers_in_step(
@@ -274,9 +275,9 @@ def gathers_in_step(
     few = simulated_micro_batches(parallel, micro_batches)
     if roughly:
         few = min(few, 2 * period)
-    count_gathers = roughly or partial(gathers, memory=memory)
-    before = count_gathers(chunks, sizes, parallel, stage, max(0, few - period))
-    counts = count_gathers(chunks, sizes, parallel, stage, few)
+    count_gathers = roughly or gathers
+    before = count_gathers(chunks, sizes, parallel, stage, max(0, few - period), memory)
+    counts = count_gathers(chunks, sizes, parallel, stage, few, memory)
     repeats = (micro_batches - few) / period
     by_size = Counter[int]()
     for unit, count in counts.items():
