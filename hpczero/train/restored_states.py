@@ -117,7 +117,7 @@ class _Reader:
         replicas = self._engine.axis.replicas
         assert replicas
         own = slot_of_replica(replicas.number, name)
-        if self._are_as_many:
+        if self._are_as_many and own in self._number:
             return [own]
         if name == "weights":
             return []  # the common ones

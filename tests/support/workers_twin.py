@@ -91,6 +91,7 @@ class Twin:
         apart = spec.optimizer.outer.every > 0
         self.models = [copy.deepcopy(model) for _ in range(self.workers if apart else 1)]
         self.losses: list[float] = []
+        self.outer: Values = {}  # of local steps
         self._exchanges: dict[tuple[str, int, int], Exchange] = {}
 
     def train(self) -> None:
@@ -144,7 +145,7 @@ class Twin:
     def _local_steps(self) -> None:
         spec, options = self.spec, self.spec.optimizer.outer
         adams = [Adam(spec, self.decays) for _ in self.models]
-        outer = {name: weight.clone() for name, weight in self.weights.items()}
+        outer = self.outer = {name: weight.clone() for name, weight in self.weights.items()}
         momentum = {name: torch.zeros_like(weight) for name, weight in outer.items()}
         for step in range(spec.train.steps):
             gradients = self._gradients(step)
