@@ -23,7 +23,8 @@ from hpczero.train.saved_states import KEPT, common_states, replicas_in, slot_of
 
 AVERAGE = "optimizer/average"  # the slot of a moving average of the weights
 
-_OF_REPLICAS = {"error", "served_error", "outer_momentum"}  # may begin with zeros
+# may begin with zeros; errors are of steps, or of weights, which have other sizes
+_OF_REPLICAS = {"error", "served_error", "outer_error", "served_outer_error", "outer_momentum"}
 
 StatesOf = Callable[[Unit], dict[str, Tensor]]
 

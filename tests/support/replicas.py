@@ -14,7 +14,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "int8": {},
     "one_bit_adam": {"name": "one_bit_adam", "freeze": 1},
     "local steps": {"outer": {"every": 3, "lr": 0.9, "momentum": 0.3}},
-    "local steps, int4": {"outer": {"every": 4, "precision": "int4", "fragments": 2}},
+    "local steps, int4": {
+        "outer": {"every": 4, "precision": "int4", "fragments": 2, "lr": 0.9, "momentum": 0.3}
+    },
 }
 
 

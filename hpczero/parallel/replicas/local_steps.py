@@ -143,11 +143,11 @@ class LocalSteps(AdamWUpdate):
     def own_states(self, unit: Unit) -> dict[str, Tensor]:
         moments = {"moment1": self.moment1[unit], "moment2": self.moment2[unit]}
         sent = self.errors[unit].sent
-        return {"weights": unit.master} | moments | ({} if sent is None else {"error": sent})
+        return {"weights": unit.master} | moments | ({} if sent is None else {"outer_error": sent})
 
     def dealt_states(self, unit: Unit) -> dict[str, Tensor]:
         served = self.errors[unit].served
-        return {} if served is None else {"served_error": served}
+        return {} if served is None else {"served_outer_error": served}
 
     def dealt_part(self, unit: Unit, replica: int) -> slice:
         return self._exchanger.part(unit.master.numel(), replica)
@@ -156,5 +156,6 @@ class LocalSteps(AdamWUpdate):
         return {_JOINED: self._joined}
 
     def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
+        super().take_numbers(numbers, updates)
         self._updates = updates
         self._joined = int(numbers.get(_JOINED, updates))

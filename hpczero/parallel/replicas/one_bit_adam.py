@@ -27,12 +27,12 @@ from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
 from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
 from hpczero.parallel.zero.unit import Unit
-from hpczero.parallel.zero.update import AdamWUpdate, Step
+from hpczero.parallel.zero.update import FROZEN, AdamWUpdate, Step
 from hpczero.parallel.zero.weights import Weights
 
 _CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache
 _STABLE = 0.96  # of the norm of the second moment, now and 1 / (1 - beta2) updates ago
-_FROZEN, _LOOKED, _NORM = "frozen", "variance_seen", "variance_norm"
+_LOOKED, _NORM = "variance_seen", "variance_norm"
 
 
 class OneBitAdam(AdamWUpdate):
@@ -220,8 +220,8 @@ class OneBitAdam(AdamWUpdate):
 
     def numbers(self) -> dict[str, float]:
         before, norm = self._seen
-        return {_FROZEN: self.frozen, _LOOKED: before, _NORM: norm}
+        return {FROZEN: self.frozen, _LOOKED: before, _NORM: norm}
 
     def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
-        self.frozen = int(numbers.get(_FROZEN, 0))
+        self.frozen = int(numbers.get(FROZEN, 0))
         self._seen = int(numbers.get(_LOOKED, 0)), float(numbers.get(_NORM, 0.0))

@@ -28,6 +28,7 @@ from hpczero_kernels.dispatch import CUDA, choose
 
 _SWAPPED = 1 << 20  # elements that are exchanged at a time
 FACTS_OF_ADAMW = {"optimizer": "adamw"}
+FROZEN = "frozen"  # the update after which the second moment stayed as it was
 _SCALARS = {"lr", "betas", "eps"}  # options that are scalars of the kernel
 
 
@@ -335,6 +336,15 @@ class AdamWUpdate(Update):
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.refuse_other("adamw", facts)
+
+    def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
+        """Let a second moment that was frozen (1-bit Adam) count as one of all updates so far."""
+        _, beta2 = self.settings.optimizer.betas
+        frozen = int(numbers.get(FROZEN, 0))
+        if 0 < frozen < updates:
+            factor = (1.0 - beta2**updates) / (1.0 - beta2**frozen)
+            for moment in self.moment2.values():
+                moment.mul_(factor)
 
 
 def swap_with_master(unit: Unit, others: Tensor) -> None:
