@@ -13,6 +13,7 @@ one is sent the next is copied. MPI is given nothing before the queue has come t
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -250,16 +251,48 @@ _AHEAD = 2  # pieces in flight
 Post = Callable[[Tensor], Any]  # starts a message of bytes in host memory
 
 
-class Outgoing:
+class Line(deque["Message"]):
+    """Messages that MPI tells apart by their order alone, of which some are still to be posted.
+
+    The device may come to two of them between one test and the next: each posts nothing until it is
+    the first.
+    """
+
+
+class Message(ABC):
+    """A message that is posted when the device has come to it, and its place in the line."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        line.append(self)
+
+    def _may_post(self) -> bool:
+        """Return True once all before it in its line is posted."""
+        while self._line[0] is not self:
+            first = self._line[0]
+            first.Test()
+            if self._line[0] is first:
+                return False
+        return True
+
+    @abstractmethod
+    def Test(self) -> bool: ...
+
+
+class Outgoing(Message):
     """A message sent from the device, done when MPI has sent all of it."""
 
-    def __init__(self, device: Device, queue: Queue, tensor: Tensor, post: Post) -> None:
+    def __init__(
+        self, line: Line, device: Device, queue: Queue, tensor: Tensor, post: Post
+    ) -> None:
+        super().__init__(line)
         self._device = device
         self._queue = queue
         self._post = post
         self._left = _pieces(tensor)
         self._copied: deque[tuple[Mark, Tensor]] = deque()
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._is_posted = False
         self.Test()
 
     def Test(self) -> bool:
@@ -270,38 +303,51 @@ class Outgoing:
             buffer = self._device.pinned(piece.numel())
             self._queue.copy(buffer, piece)
             self._copied.append((self._queue.mark(), buffer))
-        while self._copied and self._copied[0][0].Test():
-            _, buffer = self._copied.popleft()
-            self._sent.append((self._post(buffer), buffer))
-        return not self._left and not self._copied and not self._sent
+        if not self._is_posted and self._may_post():
+            while self._copied and self._copied[0][0].Test():
+                _, buffer = self._copied.popleft()
+                self._sent.append((self._post(buffer), buffer))
+            if not self._left and not self._copied:
+                self._line.popleft()
+                self._is_posted = True
+        return self._is_posted and not self._sent
 
 
-class Incoming:
+class Incoming(Message):
     """A message to the device; done when its copies are queued: later work in the queue sees it."""
 
-    def __init__(self, device: Device, queue: Queue, tensor: Tensor, post: Post) -> None:
+    def __init__(
+        self, line: Line, device: Device, queue: Queue, tensor: Tensor, post: Post
+    ) -> None:
+        super().__init__(line)
         self._device = device
         self._queue = queue
         self._post = post
         self._left = _pieces(tensor)
         self._posted: deque[tuple[Any, Tensor, Tensor]] = deque()
+        self._is_posted = False
         self.Test()
 
     def Test(self) -> bool:
         while self._posted and self._posted[0][0].Test():
             _, buffer, piece = self._posted.popleft()
             self._queue.copy(piece, buffer)
-        while self._left and len(self._posted) < _AHEAD:
-            piece = self._left.popleft()
-            buffer = self._device.pinned(piece.numel())
-            self._posted.append((self._post(buffer), buffer, piece))
-        return not self._left and not self._posted
+        if not self._is_posted and self._may_post():
+            while self._left and len(self._posted) < _AHEAD:
+                piece = self._left.popleft()
+                buffer = self._device.pinned(piece.numel())
+                self._posted.append((self._post(buffer), buffer, piece))
+            if not self._left:
+                self._line.popleft()
+                self._is_posted = True
+        return self._is_posted and not self._posted
 
 
-class InPlace:
+class InPlace(Message):
     """A message in the device's own memory, posted once the queue has come to it."""
 
-    def __init__(self, queue: Queue, post: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, line: Line, queue: Queue, post: Callable[[], Sequence[Any]]) -> None:
+        super().__init__(line)
         self._mark = queue.mark()
         self._post = post
         self._requests: Sequence[Any] | None = None
@@ -309,9 +355,10 @@ class InPlace:
 
     def Test(self) -> bool:
         if self._requests is None:
-            if not self._mark.Test():
+            if not (self._may_post() and self._mark.Test()):
                 return False
             self._requests = self._post()
+            self._line.popleft()
         return test_all(self._requests)
 
 

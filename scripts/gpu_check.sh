@@ -145,6 +145,18 @@ train() {
         $python compare.py runs/reference runs/$run"
 }
 
+# beside NAME SECONDS RANKS KEY=VALUE...: a run whose losses are to be those of the same run on the
+# CPU, which does not compute as the plain one.
+beside() {
+    local name=$1 limit=$2 ranks=$3 settings='' setting run=${1//[ ,]/-} both
+    shift 3
+    for setting in "$@"; do settings+=" --set $setting"; done
+    both="mpirun -n $ranks $python -m hpczero run check.toml --fresh --progress lines $settings"
+    part "$name" "$limit" "cd $work &&
+        $both --set name=$run-cpu --set train.device=cpu && $both --set name=$run &&
+        $python compare.py runs/$run-cpu runs/$run"
+}
+
 cat >"$work/check.toml" <<TOML
 name = "reference"
 [model]
@@ -250,6 +262,14 @@ for stage in 0 1 2 3; do
 done
 train "tensor on 2 ranks" 60 2 parallel.tensor=2
 train "pipeline on 2 ranks" 60 2 parallel.pipeline=2
+train "offloaded states" 60 2 zero.offload=cpu zero.stage=2
+train "offloaded activations" 60 1 memory.offload_activations=cpu
+train "recomputed blocks" 60 2 memory.recompute=block zero.stage=3
+train "replicas on 2 ranks" 60 2 zero.shard_ranks=1
+replicas="zero.shard_ranks=1 optimizer.lr=2e-4"
+beside "one-bit Adam" 120 2 $replicas optimizer.name=one_bit_adam optimizer.freeze=8
+beside "local steps" 120 2 $replicas optimizer.outer.every=5 optimizer.outer.precision=int4
+beside "sums in 8 bits" 120 2 $replicas comm.compress=int8
 bf16="cd $work && mpirun -n 2 $run --set train.precision=bf16 --set name=bf16"
 part "bf16, resumed" 120 "$bf16 --fresh && $bf16 --resume --set train.steps=30 &&
     grep -q '\"resume\"' runs/bf16/events.jsonl"

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from hpczero.comm.progress import Limits, Progress
 from hpczero.comm.status import NOWHERE, Signature, WaitPoint
 from hpczero.comm.trace import Ledger
-from hpczero.device import CPU, Device, Incoming, InPlace, Outgoing
+from hpczero.device import CPU, Device, Incoming, InPlace, Line, Message, Outgoing
 
 BLOCK = 4096  # elements
 _NUMBERS = 128  # operations that one after the other get tags of their own
@@ -61,6 +62,8 @@ class Connection:
         self._lent = 0
         self._borrowers: deque[object] = deque()
         self._senders: deque[object] = deque()
+        # by kind, peer and tag, while there is a message of it
+        self._lines = WeakValueDictionary[tuple[type[Message], int, int], Line]()
         self._entry = settings.progress.status.enter(axis, ranks) if communicator else NOWHERE
         highest = communicator.Get_attr(mpi.TAG_UB) if communicator else 0
         self._labels = (min(highest or _LOWEST_LIMIT, _HIGHEST_LIMIT) + 1) // (2 * _NUMBERS)
@@ -96,24 +99,30 @@ class Connection:
             start = self._communicator.Issend if is_met else self._communicator.Isend
             return start([memory, self._byte], to, tag)
 
-        return self._start(Outgoing, tensor, post)
+        return self._start(Outgoing, (to, tag), tensor, post)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> list[Any]:
         def post(memory: Any) -> Any:
             return self._communicator.Irecv([memory, self._byte], source, tag)
 
-        return self._start(Incoming, tensor, post)
+        return self._start(Incoming, (source, tag), tensor, post)
 
     def _start(
-        self, staged: type[Outgoing] | type[Incoming], tensor: Tensor, post: Callable[[Any], Any]
+        self,
+        staged: type[Outgoing] | type[Incoming],
+        place: tuple[int, int],
+        tensor: Tensor,
+        post: Callable[[Any], Any],
     ) -> list[Any]:
         if not self.on_device(tensor):
             return [post(part) for part in self._messages(_memory(tensor))]
         assert self.queue is not None
+        line = self._lines.setdefault((staged, *place), Line())
         if self._direct:
             memory = self._memory_at(tensor.data_ptr(), tensor.nbytes)
-            return [InPlace(self.queue, lambda: [post(part) for part in self._messages(memory)])]
-        return [staged(self.device, self.queue, tensor, lambda buffer: post(_memory(buffer)))]
+            parts = self._messages(memory)
+            return [InPlace(line, self.queue, lambda: [post(part) for part in parts])]
+        return [staged(line, self.device, self.queue, tensor, lambda part: post(_memory(part)))]
 
     def _messages(self, memory: Any) -> list[Any]:
         """Cut bytes into messages that MPI can count."""

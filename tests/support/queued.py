@@ -6,24 +6,29 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from hpczero.device import Device, Mark, Memory, Queue
 
-_LATE = 3  # times that a mark is asked before the queue has come there
+# Times that a mark is asked before the queue has come there. As the second of two is asked less
+# often, the queue comes to both of them between a question for the first and one for the second.
+_LATE = (3, 1)
 
 
 class QueuedMark(Mark):
     def __init__(self, queue: "QueuedQueue") -> None:
         self._queue, self._place, self._asked = queue, queue.asked, 0
+        self._late = next(queue.lateness)
 
     def Test(self) -> bool:
         self._asked += 1
-        if self._asked > _LATE:
+        if self._asked > self._late:
             self._queue.catch_up(self._place)
-        return self._queue.carried_out >= self._place
+            self._queue.seen = max(self._queue.seen, self._place)
+        return self._queue.seen >= self._place
 
     def order(self) -> None:
         self._queue.catch_up(self._place)
@@ -37,6 +42,8 @@ class QueuedQueue(Queue):
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a stream may be used by several threads
         self.asked = self.carried_out = 0
+        self.seen = 0  # the place up to which a mark has said that the queue has come
+        self.lateness = cycle(_LATE)
         self._waiting: deque[Callable[[], object]] = deque()
 
     def running(self) -> AbstractContextManager[object]:

@@ -3,13 +3,14 @@ is late is served.
 """
 
 from collections import deque
+from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from hpczero import device  # noqa: E402  # needs torch
-from hpczero.device import Incoming, InPlace, Outgoing  # noqa: E402
+from hpczero.device import Incoming, InPlace, Line, Outgoing  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
 from hpczero.train.setup import collective_backend  # noqa: E402
 from tests.support.queued import Queued  # noqa: E402
@@ -104,23 +105,26 @@ def test_what_cannot_carry_them_is_refused(
         collective_backend(wanted, kind, 2, shared, available)
 
 
-class Line:
+class Wire:
     """Messages of one rank to another, in order; a message leaves as it is when it is posted,
     and is there after it was asked for twice.
     """
 
     def __init__(self) -> None:
         self.messages: deque[bytes] = deque()
-        self.most = 0
+        self._receiving: deque[object] = deque()
 
     def send(self, memory: "torch.Tensor") -> "Request":
         self.messages.append(bytes(memory.tolist()))
         return Request(lambda: True)
 
     def receive(self, memory: "torch.Tensor") -> "Request":
+        self._receiving.append(memory)
+
         def arrived() -> bool:
-            if not self.messages:
+            if not self.messages or self._receiving[0] is not memory:
                 return False
+            self._receiving.popleft()
             text = self.messages.popleft()
             assert len(text) == memory.numel()
             memory.copy_(torch.tensor(list(text), dtype=torch.uint8))
@@ -145,23 +149,63 @@ def test_staged_messages_arrive_whole_from_a_device_that_is_late(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpczero.device.PIECE", 64)
-    late, line = Queued(), Line()
+    late, wire = Queued(), Wire()
     here, there = late.queue(), late.queue()
     sent, received = (
         torch.arange(size, dtype=torch.int64).to(torch.uint8),
         torch.zeros(size, dtype=torch.uint8),
     )
     outgoing, incoming = (
-        Outgoing(late, here, sent, line.send),
-        Incoming(late, there, received, line.receive),
+        Outgoing(Line(), late, here, sent, wire.send),
+        Incoming(Line(), late, there, received, wire.receive),
     )
-    assert not line.messages  # the queue is not there yet
+    assert not wire.messages  # the queue is not there yet
     for _ in range(1000):
         if all([outgoing.Test(), incoming.Test()]):
             break
     there.mark().order()
     assert torch.equal(received, sent)
-    assert not line.messages
+    assert not wire.messages
+
+
+@pytest.mark.parametrize("sizes", [(64, 3), (3, 64), (300, 10, 200), (0, 5, 0, 70)])
+def test_messages_that_the_device_comes_to_at_once_leave_and_arrive_in_their_order(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event may be done just before the second of two is asked for, and not the first."""
+    monkeypatch.setattr("hpczero.device.PIECE", 64)
+    late, wire, leaving, arriving = Queued(), Wire(), Line(), Line()
+    here, there = late.queue(), late.queue()
+    sent = [torch.full((size,), 1 + place, dtype=torch.uint8) for place, size in enumerate(sizes)]
+    received = [torch.zeros_like(each) for each in sent]
+    messages: list[Outgoing | Incoming] = [
+        Outgoing(leaving, late, here, each, wire.send) for each in sent
+    ]
+    messages += [Incoming(arriving, late, there, each, wire.receive) for each in received]
+    for _ in range(1000):
+        if all([message.Test() for message in messages]):
+            break
+    there.mark().order()
+    for mine, theirs in zip(received, sent, strict=True):
+        assert torch.equal(mine, theirs)
+    assert not leaving
+    assert not arriving
+
+
+def test_messages_in_place_are_posted_in_their_order() -> None:
+    queue, line, posted = Queued().queue(), Line(), list[int]()
+
+    def post(number: int) -> list[int]:
+        posted.append(number)
+        return []
+
+    messages = []
+    for number in range(4):
+        queue.copy(torch.zeros(1), torch.ones(1))
+        messages.append(InPlace(line, queue, partial(post, number)))
+    while not all([message.Test() for message in messages]):
+        pass
+    assert posted == [0, 1, 2, 3]
 
 
 def test_memory_that_mpi_reads_in_place_is_not_given_to_it_before_the_queue_has_come_there() -> (
@@ -170,7 +214,7 @@ def test_memory_that_mpi_reads_in_place_is_not_given_to_it_before_the_queue_has_
     queue, posted = Queued().queue(), list[bool]()
     target = torch.zeros(3)
     queue.copy(target, torch.ones(3))
-    message = InPlace(queue, lambda: posted.append(bool(target.all())) or [])  # type: ignore[func-returns-value]
+    message = InPlace(Line(), queue, lambda: posted.append(bool(target.all())) or [])  # type: ignore[func-returns-value]
     assert not posted
     while not message.Test():
         pass
