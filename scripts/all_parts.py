@@ -35,7 +35,8 @@ DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
     "tests/mpi/parallel/zero/test_zero.py"
 )
 SIMULATED = " ".join(
-    f"tests/kernels/test_{kind}.py" for kind in ("operators", "passes", "signs", "quantised")
+    f"tests/kernels/test_{kind}.py"
+    for kind in ("operators", "passes", "signs", "quantised", "frozen_adamw")
 )
 OPENMPI = "--library openmpi"
 

@@ -127,7 +127,9 @@ def attention_reference(
     cap: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1  # no head on this tensor rank
+    if not q.shape[1]:  # no head on this tensor rank: PyTorch's attention may end the process
+        return q + k + v
+    groups = q.shape[1] // k.shape[1]
     if documents is None and not window and not cap:
         return functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1

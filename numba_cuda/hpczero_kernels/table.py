@@ -44,6 +44,7 @@ _CUDA = Implementation(CUDA, "cuda", FLOATS)
 
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "adamw": (_CUDA, _NUMBA, _TORCH),
+    "frozen_adamw": (_CUDA, _NUMBA, _TORCH),
     "sum": (_CUDA, _NUMBA, _TORCH),
     "signs": (_CUDA, _NUMBA, _TORCH),
     "quantised": (_CUDA, _NUMBA, _TORCH),

@@ -12,6 +12,7 @@ from hpczero_kernels import (
     adamw,
     cross_entropy,
     elementwise,
+    frozen_adamw,
     message_sizes,
     norm,
     quantised,
@@ -87,6 +88,11 @@ def step(
     reduce.sum_pieces([of_x.view(-1), of_x.view(-1)], state.gradient, False, squares)
     scalars.follow(squares.double().sum().sqrt(), 1.0, 1.0)
     send(state.gradient)
+    values = (state.moment1, state.gradient, state.moment2, state.gradient.clone())
+    frozen_adamw.own_steps(*values, 0.9, 0.1, 1.0, 1e-8)
+    frozen_adamw.take_steps(
+        values[3], state.moment2, state.moment1, state.master, 1.0, 0.0, 1.0, 1e-8
+    )
     adamw.adamw(state, 0.1, scalars)
     return loss.detach()
 

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 # kernel -> 128-bit loads and stores at least, registers of a thread at most
 EXPECTED = {
     "adamw.step": (8, 7, 64),
+    "frozen_adamw.own": (5, 4, 64),
+    "frozen_adamw.take": (6, 4, 64),
     "reduce.add": (4, 2, 64),
     "norm.forward": (8, 4, 64),
     "norm.backward": (6, 2, 128),

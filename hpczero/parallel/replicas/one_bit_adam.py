@@ -17,8 +17,8 @@ elements of a block, which share a scale, are steps of like sizes: otherwise tho
 would take steps of the size of the others' momentum.
 """
 
-from collections.abc import Iterator, Mapping
-from math import isfinite, sqrt
+from collections.abc import Mapping
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.update import FROZEN, AdamWUpdate, Step
 from hpczero.parallel.zero.weights import Weights
+from hpczero_kernels.frozen_adamw import own_steps, take_steps
 
-_CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache
 _STABLE = 0.96  # of the norm of the second moment, now and 1 / (1 - beta2) updates ago
 _LOOKED, _NORM = "variance_seen", "variance_norm"
 
@@ -47,6 +47,7 @@ class OneBitAdam(AdamWUpdate):
         }
         self._groups = weights.groups  # that have the other elements of this replica's model
         self._shards = weights.axis.size
+        self._pool = weights.pool
         self._warmup = weights.settings.warmup_steps
         self.frozen = 0
         self._seen = 0, 0.0  # the update after which v was looked at last, and its norm then
@@ -119,22 +120,24 @@ class OneBitAdam(AdamWUpdate):
     def _own_step(self, unit: Unit, factor: float) -> Tensor:
         """Update the momentum by this replica's gradient; return u."""
         beta1 = self.settings.optimizer.betas[0]
-        moment, gradient = self.moment1[unit], unit.gradient_to_step
+        moment = self.moment1[unit]
         u = self._u[: moment.numel()]
-        for part, roots in self._roots(unit):
-            own = moment[part].mul_(beta1).add_(gradient[part], alpha=(1.0 - beta1) * factor)
-            u[part] = torch.where(self.moment2[unit][part] != 0, own / roots, 0.0)
+        own_steps(
+            moment,
+            unit.gradient_to_step,
+            self.moment2[unit],
+            u,
+            beta1,
+            (1.0 - beta1) * factor,
+            *self._of_roots(),
+            self._pool,
+        )
         return u
 
-    def _roots(self, unit: Unit) -> Iterator[tuple[slice, Tensor]]:
-        """Yield parts of the owned elements with what their momentum is divided by."""
-        _, beta2 = self.settings.optimizer.betas
-        correction = sqrt(1.0 - beta2**self.frozen)
-        variance = self.moment2[unit]
-        for start in range(0, variance.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            roots = variance[part].sqrt()
-            yield part, roots.div_(correction).add_(self.settings.optimizer.eps)
+    def _of_roots(self) -> tuple[float, float]:
+        """Return what the variance is multiplied by, and eps."""
+        optimizer = self.settings.optimizer
+        return 1.0 / (1.0 - optimizer.betas[1] ** self.frozen), optimizer.eps
 
     def step(self, unit: Unit) -> None:
         if not self.gradients_differ:
@@ -146,16 +149,22 @@ class OneBitAdam(AdamWUpdate):
         exchange.wait()
         u = self._u[: unit.master.numel()]
         exchange.decode(u)
-        for part, roots in self._roots(unit):
-            torch.mul(u[part], roots, out=self.moment1[unit][part])
-        for state, values in self._unchanged.pop(unit, ()):
-            state.copy_(values)
         beta1, _ = self.settings.optimizer.betas
         for span in self.spans_to_step(unit, self.absent.of(unit)):
-            lr = self.rate(self._step, span.name)
+            part, lr = span.elements, self.rate(self._step, span.name)
             number = self._step.number - self.absent.missed.get(span.name, 0)
-            master = unit.master[span.elements].mul_(1.0 - lr * span.decay)
-            master.sub_(u[span.elements], alpha=lr / (1.0 - beta1**number))
+            take_steps(
+                u[part],
+                self.moment2[unit][part],
+                self.moment1[unit][part],
+                unit.master[part],
+                1.0 - lr * span.decay,
+                lr / (1.0 - beta1**number),
+                *self._of_roots(),
+                self._pool,
+            )
+        for state, values in self._unchanged.pop(unit, ()):
+            state.copy_(values)
         unit.weights_from_master()
         for other in self._in_flight.values():
             if not other.poll():  # second passes begin in one order on all ranks
