@@ -129,6 +129,9 @@ def main() -> int:
         for loss, first in zip(one, losses[0], strict=True)
     )
     print(f"losses agree: {agree}")
+    for name, one in zip(ways, losses, strict=True):
+        sums = " ".join(f"{loss / batch.token_count:.4f}" for loss in one)
+        print(f"  {name:14} {sums}")
     return int(not agree)
 
 
