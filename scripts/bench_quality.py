@@ -23,6 +23,8 @@ from statistics import mean, stdev
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda")]
 
+from hpczero.safe_files import written_durably  # noqa: E402
+
 WORKERS = 4
 WAYS: dict[str, list[str]] = {
     "AdamW": [],
@@ -61,7 +63,8 @@ def main() -> int:
         of_way[way].append(curve)
     report(of_way)
     if arguments.plot:
-        Path(arguments.plot).write_text(picture(of_way))
+        with written_durably(Path(arguments.plot)) as file:
+            file.write(picture(of_way).encode())
     return 0
 
 
@@ -85,7 +88,8 @@ def trained(arguments: argparse.Namespace, folder: Path, job: tuple[str, int]) -
         *arguments.set,
     ]
     spec = folder / f"{way}-{seed}.toml"
-    spec.write_text(SPEC)
+    with written_durably(spec) as file:
+        file.write(SPEC.encode())
     command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "hpczero", "run", str(spec)]
     for setting in settings:
         command += ["--set", setting]

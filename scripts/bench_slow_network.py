@@ -191,8 +191,7 @@ def compare(arguments: argparse.Namespace, world: Any, alone: Way, plain: Way) -
     local = Way(world, spec_of(arguments, 2, outer={**outer, "fragments": arguments.fragments}))
 
     def signs(count: int) -> float:
-        update = one_bit.engine.update
-        update.frozen = one_bit.engine.updates
+        (update := one_bit.engine.update).frozen = one_bit.engine.updates
         one_bit.engine.follow_update()
         seconds = one_bit.steps(count)
         update.frozen = 0

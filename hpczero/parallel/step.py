@@ -83,6 +83,8 @@ class PipelineStage:
             # Sharded gradients are summed in every backward, whichever chunk it is of.
             earlier: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
             used = [units - others for units, others in zip(used, earlier, strict=True)]
+        elif sum(map(len, used)) > len(set().union(*used)):
+            engine.reduction.joins_at_end = True  # chunks that share a unit sum it one by one
         self._units = used
         self._weight = 1.0
         self._trace = Trace()

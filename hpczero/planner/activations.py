@@ -251,7 +251,10 @@ Use = tuple[int, ...]  # the units that are in use at the same time
 Pass = list[Use]
 
 
-CountGathers = Callable[[Chunks, Sequence[int], Parallel, int, int], Counter[int]]  # `gathers`
+_KEPT = Memory()  # of which nothing is computed again
+
+# `gathers`
+CountGathers = Callable[[Chunks, Sequence[int], Parallel, int, int, Memory], Counter[int]]
 
 
 def gathers_in_step(
@@ -260,6 +263,7 @@ def gathers_in_step(
     parallel: Parallel,
     stage: int,
     micro_batches: int,
+    memory: Memory = _KEPT,
     roughly: CountGathers | None = None,
 ) -> Counter[int]:
     """Return size of a unit -> all-gathers of units of this size.
@@ -272,8 +276,8 @@ def gathers_in_step(
     if roughly:
         few = min(few, 2 * period)
     count_gathers = roughly or gathers
-    before = count_gathers(chunks, sizes, parallel, stage, max(0, few - period))
-    counts = count_gathers(chunks, sizes, parallel, stage, few)
+    before = count_gathers(chunks, sizes, parallel, stage, max(0, few - period), memory)
+    counts = count_gathers(chunks, sizes, parallel, stage, few, memory)
     repeats = (micro_batches - few) / period
     by_size = Counter[int]()
     for unit, count in counts.items():
@@ -282,7 +286,12 @@ def gathers_in_step(
 
 
 def gathers(
-    chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int
+    chunks: Chunks,
+    sizes: Sequence[int],
+    parallel: Parallel,
+    stage: int,
+    micro_batches: int,
+    memory: Memory = _KEPT,
 ) -> Counter[int]:
     """Return unit -> its all-gathers, simulating every micro-batch."""
     units = [layer for chunk in chunks for layer in chunk if layer.parameters]
@@ -292,7 +301,7 @@ def gathers(
         for parameter in layer.parameters
     }
     forward = [list(_forward(chunk, holder)) for chunk in chunks]
-    backward = [list(_backward(chunk, holder)) for chunk in chunks]
+    backward = [list(_backward(chunk, holder, memory)) for chunk in chunks]
     passes: list[Pass] = []
     for action in actions(parallel, len(chunks), stage, micro_batches):
         if action.kind == "forward":
@@ -308,34 +317,41 @@ def _forward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
         yield tuple(sorted({holder[name] for name in layer.names}))
 
 
-def _backward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
-    """Yield unit by unit, as autograd asks for them: a shared one (the logits' weight) first."""
+def _backward(chunk: Sequence[Layer], holder: dict[str, int], memory: Memory) -> Iterator[Use]:
+    """Yield unit by unit, as autograd asks for them: a shared one (the logits' weight) first.
+
+    A unit with several parameters is asked for several times, before and after what comes next is
+    gathered ahead; that of a block that is computed again is there until its gradients are.
+    """
     for layer in reversed(layers_that_run([chunk])):
         if not layer.only_forward:
-            for unit in sorted({holder[name] for name in layer.names}):
-                yield (unit,)
+            asked = Counter(holder[name] for name in layer.names)
+            times = 1 if recomputed(memory, layer) == "block" else 2
+            for unit in sorted(asked):
+                yield from [(unit,)] * min(asked[unit], times)
 
 
 def simulate_gathers(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[int]:
     """Return unit -> its all-gathers in any step but the first."""
-    orders = ([unit for unit, _ in _one_by_one(uses)] for uses in passes)
+    orders = ([unit for unit, _, is_new in _one_by_one(uses) if is_new] for uses in passes)
     expected = max(orders, key=len, default=[])
     cache = _Cache(sizes)
     for uses in passes:
-        for index, (unit, in_use) in enumerate(_one_by_one(uses)):
+        index = 0
+        for unit, in_use, is_new in _one_by_one(uses):
             cache.use(unit, in_use)
-            if expected[index : index + 1] == [unit]:
+            if is_new and expected[index : index + 1] == [unit]:
                 cache.expect(expected[index + 1 : index + 2], unit, in_use)
+            index += is_new
     return cache.gathers
 
 
-def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use]]:
-    """Yield each unit used and all in use with it; the same unit twice in a row is one use."""
+def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use, bool]]:
+    """Yield each unit used, all in use with it, and False where it is the one used before."""
     before = None
     for use in uses:
         for unit in use:
-            if unit != before:
-                yield unit, use
+            yield unit, use, unit != before
             before = unit
 
 

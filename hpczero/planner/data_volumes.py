@@ -19,7 +19,7 @@ from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
 from hpczero.planner.once import Once
 from hpczero.planner.sent import Operations, RepeatedRanks, Sent
-from hpczero.spec.schema import Parallel, Spec
+from hpczero.spec.schema import Memory, Parallel, Spec
 
 _NORM = 8
 _DIGITS = 3  # of proportions that count as the same
@@ -162,8 +162,9 @@ class DataVolumes:
         parallel, count = self.spec.parallel, self.micro_batches
         cut = parallel.pipeline, parallel.chunks, parallel.schedule
         roughly = self._gathers_alike if self._nearly else None
-        key = cut, stage, sizes, count
-        by = self._chunks[stage], sizes, parallel, stage, count, roughly
+        memory = self.spec.memory
+        key = cut, stage, sizes, count, memory.recompute, memory.recompute_every
+        by = self._chunks[stage], sizes, parallel, stage, count, memory, roughly
         return self._once(gathers_in_step, key, *by)
 
     def _gathers_alike(
@@ -173,12 +174,13 @@ class DataVolumes:
         parallel: Parallel,
         stage: int,
         micro_batches: int,
+        memory: Memory,
     ) -> Counter[int]:
         """Return unit -> its all-gathers, of units whose sizes are in the same proportions."""
         cut = parallel.pipeline, parallel.chunks, parallel.schedule
         alike = tuple(round(size / max(sizes), _DIGITS) for size in sizes)
-        key = cut, stage, micro_batches, alike
-        return self._once(gathers, key, chunks, sizes, parallel, stage, micro_batches)
+        key = cut, stage, micro_batches, alike, memory.recompute, memory.recompute_every
+        return self._once(gathers, key, chunks, sizes, parallel, stage, micro_batches, memory)
 
 
 def sent_in_exchanges(
@@ -189,12 +191,13 @@ def sent_in_exchanges(
     parts = [part_of(form, elements, ranks, replica) for replica in range(ranks)]
     messages = [form.message(part.stop - part.start) for part in parts]
     average = form.message(form.part(elements, ranks))
+    total = sum(messages)
     first = 0
     for count in on_nodes:
         here = sum(messages[first : first + count])
         for own in messages[first : first + count]:
             yield {
-                "all_to_all": Sent(here - own, sum(messages) - here) * times,
+                "all_to_all": Sent(here - own, total - here) * times,
                 "all_gather": Sent(*evenly(average * ranks, ranks, ranks - count)) * times,
             }
         first += count

@@ -196,9 +196,8 @@ def sharing_left_out(zero: Zero, grid: Grid) -> str:
     return (
         f"zero.node_shared = {toml_repr(zero.node_shared)} shares nothing: "
         "nodes divide the data ranks "
-        "of the tensor ranks, or of the replicas, differently, which would then round differently; "
-        "a number of ranks per node that parallel.tensor, and zero.shard_ranks if it is a number, "
-        "divide makes it possible"
+        "of the tensor ranks differently, or of replicas, which would then round differently; "
+        "ranks per node that parallel.tensor divides make it possible"
     )
 
 

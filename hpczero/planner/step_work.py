@@ -252,7 +252,7 @@ class StepWork:
         shard, replica, zero = self.spreads["shard"], self.spreads["replica"], self.sharded
         stage = self._least.get(self.like[stage], stage)
         passes = self.batch.micro_batches if zero.gradients else 1
-        scheduled = self.spec.parallel.schedule if zero.parameters else ""
+        scheduled = (self.spec.parallel.schedule, *self._again) if zero.parameters else ()
         on_nodes = shard.on_nodes, replica.on_nodes
         key = self.cut, scheduled, stage, self.layout.tensor, on_nodes, zero, passes
         return self.once(self._traffic, (key, self.shared), stage, passes)

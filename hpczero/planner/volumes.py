@@ -177,7 +177,9 @@ class Volumes:
             divided = at.grids.get("shard", grid)
             key = of, *place, on_nodes, divided.nodes_cut_data_alike
         elif axis == "replica":
-            shard = at.grids["shard"].coordinate(group[0], "shard")
+            shard = 0  # only shares of what tensor ranks hold in common differ
+            if grid.size("tensor") > 1:
+                shard = at.grids["shard"].coordinate(group[0], "shard")
             key = among_data.of_replicas, *place, at.shards, shard, on_nodes
         elif axis == "tensor":
             batches = self.batches(coordinate("data"))

@@ -228,7 +228,7 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
     if resumed.path:
         checkpoints.refresh_weights()
     elif families.known(checkpoints.spec.model):
-        checkpoints.engine.renew(lambda unit: unit.fill_owned(checkpoints.engine.initial_values))
+        checkpoints.engine.begin_with_initial_values()
     if reporter:
         directory = reporter.directory
         of_this_run = resumed.path and resumed.path.parent == directory.path / "checkpoints"

@@ -92,13 +92,8 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
         CHUNKS[case["schedule"]],
     )
     blocks = case.get("blocks", max(5, pipeline * chunks - 1))
-    shape = {
-        "layers": blocks,
-        "hidden": 24,
-        "heads": max(6, tensor + 1),
-        "seq_len": 33,
-        "vocab": 257,
-    }
+    shape = {"layers": blocks, "hidden": 24, "heads": max(6, tensor + 1), "seq_len": 33}
+    shape["vocab"] = 257
     batches = {
         "global_batch": global_batch,
         "micro_batch": micro_batch,
@@ -111,6 +106,8 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
         "sequence_parallel": case["sequence"],
         "order": case.get("order", "auto"),
     }
+    states = {"stage": case["stage"], "node_shared": case["shared"]}
+    states["shard_ranks"] = case.get("shards", "all")
     family = of_family(case.get("family", "gpt"), shape["heads"])
     return Spec(
         model=Model(**shape, **family, dropout=case["dropout"], tied_embeddings=case["tied"]),
@@ -129,11 +126,7 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
             }
         ),
         optimizer=Optimizer(lr=3e-3, eps=1e-4),
-        zero=Zero(
-            stage=case["stage"],
-            node_shared=case["shared"],
-            shard_ranks=case.get("shards", "all"),
-        ),
+        zero=Zero(**states),
         parallel=Parallel(**layout, schedule=case["schedule"], chunks=chunks),
     )
 

@@ -98,7 +98,9 @@ class LearnableSource(SyntheticSource):
 def train(world: World, spec: Spec) -> Record:
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     divided = grid.shards_and_replicas(spec.zero.shard_ranks)
-    group = world.group("shard", divided.ranks(world.rank, "shard"), "of the test")
+    group = world.group("data", grid.ranks(world.rank, "data"))
+    if divided.size("replica") > 1:
+        group = world.group("shard", divided.ranks(world.rank, "shard"))
     source = LearnableSource(spec)
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)

@@ -95,7 +95,7 @@ class OffloadedAdamW(AdamWUpdate):
             self._gradients.forget(self.units)
 
     def begin(self, step: Step) -> None:
-        (norm,) = step.read_norm()
+        norm, _ = step.read_norms()
         on_host = torch.tensor([norm], dtype=torch.float64)
         super().begin(replace(step, norm=on_host[0]))
         if not isfinite(norm):

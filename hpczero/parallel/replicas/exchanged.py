@@ -104,6 +104,6 @@ class Exchanged:
             return f"sums of gradients in {self.form.name}"
         if self.of == "steps":
             when = f"{self.warm_up} steps" if self.warm_up else "a warm-up"
-            return f"{self.form.name} of 1-bit Adam's steps, after {when}"
+            return f"signs of 1-bit Adam's steps, after {when}"
         turns = f", in {self.fragments} fragments" if self.fragments > 1 else ""
         return f"weights in {self.form.name}, in one of {self.every} steps{turns}"

@@ -73,7 +73,7 @@ class OneBitAdam(AdamWUpdate):
         if not self.gradients_differ:
             super().begin(step)
             return
-        (norm,) = step.read_norm()
+        norm, _ = step.read_norms()
         self._step = step if isfinite(norm) else None
         if self._step is None:
             return

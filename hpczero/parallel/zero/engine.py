@@ -295,8 +295,8 @@ class Engine(AveragedWeights):
         self.reduction.finish()
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
-        workers = self.workers
-        scale = self.loss_scale.value / workers  # each has its part of a mean over all
+        loss_scale, workers = self.loss_scale.value, self.workers
+        scale = loss_scale / workers  # each has its part of a mean over all
         rates = checksum_of_rates(lr, own_lr)
         norms = self._norm.own_and_common(rates, workers) / scale
         read_norms = self.device.later(norms)
@@ -305,9 +305,7 @@ class Engine(AveragedWeights):
             host_sync()
         changed = list(self.reduction.tied)
         number = self.updates + 1
-        self.update.begin(
-            Step(number, lr, own_lr, norms[0], lambda: read_norms()[:1], scale, changed)
-        )
+        self.update.begin(Step(number, lr, own_lr, norms[0], read_norms, scale, changed))
         for unit in self.units:
             self.update.step(unit)
             self._start_arriving(unit)
@@ -326,9 +324,14 @@ class Engine(AveragedWeights):
         if self.alike and norm < 0:
             self.alike.refuse(self.units, lr, rates)
         bad = None if finite else self.reduction.bad.first(self._others)
-        return StepResult(norm, scale * workers, bad)
+        return StepResult(norm, loss_scale, bad)
 
     # -- the whole of it
+
+    def begin_with_initial_values(self) -> None:
+        """Give an engine that was made without values those of hpczero's own models. Collective."""
+        self.renew(lambda unit: unit.fill_owned(self.initial_values))
+        self.update.start()
 
     def begin_anew(self) -> None:
         """Forget all steps: the present weights are the first ones of a training."""

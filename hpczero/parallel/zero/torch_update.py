@@ -122,7 +122,7 @@ class TorchUpdate(Update):
         return True
 
     def begin(self, step: Step) -> None:
-        (norm,) = step.read_norm()
+        norm, _ = step.read_norms()
         self._step = step if 0 <= norm < float("inf") else None
         clip = self.settings.train.grad_clip
         self._factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / step.scale

@@ -37,8 +37,9 @@ class Step:
     """A step that is to be carried out.
 
     `number`: of updates, from 1. `lr`: the schedule's learning rate; `own_lr`: parameter -> the
-    rate that it has in this step. `norm`: the gradient's true norm, one fp64 number on the device;
-    `read_norm` waits for it. The gradients are `scale` times too large.
+    rate that it has in this step. `norm`: the gradient's true norm, one fp64 number on the device.
+    `read_norms` waits for it, and for that of all replicas, which differs where gradients do. The
+    gradients are `scale` times too large.
     `changed`: units whose gradients are not those of `take_gradient` any more.
     """
 
@@ -46,7 +47,7 @@ class Step:
     lr: float
     own_lr: Mapping[str, float]
     norm: Tensor
-    read_norm: Callable[[], list[float]]
+    read_norms: Callable[[], list[float]]
     scale: float
     changed: Sequence[Unit]
 

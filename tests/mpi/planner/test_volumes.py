@@ -80,6 +80,16 @@ def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int)
             assert sent == expected(spec, nodes)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_pipeline_gathers_alike_in_its_middle(world: World, recompute: str) -> None:
+    """Four micro-batches: in the middle the unit asked for last stays, if backward asks again."""
+    zero = {"stage": 3, "node_shared": False}
+    spec = job(16, zero=zero, memory={"recompute": recompute}, pipeline=2)
+    for sent in sent_in_steps(world, spec):
+        assert sent == expected(spec, world)
+
+
 LAYOUTS: list[dict[str, Any]] = [{}, {"tensor": 2}, {"pipeline": 2}]
 
 
@@ -103,7 +113,7 @@ def test_shards_inside_replicas_between(world: World, case: dict[str, Any]) -> N
     zero = {key: case[key] for key in ("shard_ranks", "stage", "node_shared")}
     parallel = {key: size for key, size in case.items() if key not in zero}
     with laid_out(world, 2) as nodes:
-        spec = job(7 if "pipeline" in case else 13, zero=zero, **parallel)
+        spec = job(13, zero=zero, **parallel)
         for sent in sent_in_steps(nodes, spec):
             assert sent == expected(spec, nodes), spec
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
+from hpczero.parallel.parallelize import assemble
 from hpczero.spec.schema import Comm, Data, Model, Optimizer, Outer, Parallel, Spec, Train, Zero
 from tests.support.covering import Case
 from tests.support.training import train
@@ -100,3 +102,17 @@ def _apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     names = [name for name in one if not name.endswith("qkv.bias")]
     squares = [float((one[name] - other[name]).double().square().sum()) for name in names]
     return sum(squares) ** 0.5
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_made_without_values_begins_with_those_that_come_later(world: World) -> None:
+    """As `hpczero run` makes it: a checkpoint may have them."""
+    case = {"method": "local steps", "stage": 1, "tensor": 1, "pipeline": 1, "shard_ranks": 1}
+    spec = spec_of(case, steps=3)
+    grid = Grid.build(spec.parallel, world.node_of_rank)
+    engine = assemble(spec, world, grid, accumulates=False, bare=True).engine
+    engine.begin_with_initial_values()
+    for unit in engine.units:
+        assert torch.equal(engine.update.common_weights(unit), unit.master)
+        assert unit.master.count_nonzero() > 0
+    engine.close()

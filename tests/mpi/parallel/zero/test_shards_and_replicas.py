@@ -25,6 +25,7 @@ MODEL = Model(layers=2, hidden=24, heads=3, seq_len=7, vocab=33, ffn=40)
 class ShardReplica:
     """The plainest way: every rank that owns a shard gets everyone's part of it."""
 
+    replicas = None  # it sums over them by itself
     shared = False
     neighbours = 1
 

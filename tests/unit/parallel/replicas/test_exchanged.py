@@ -44,10 +44,10 @@ def test_compressed_sums_keep_nothing() -> None:
 
 
 def test_signs_come_after_sums() -> None:
-    assert Exchanged(FORMS["signs"], 1, 100, "steps") == SIGNS
+    assert Exchanged(FORMS["1bit"], 1, 100, "steps") == SIGNS
     assert SIGNS.sums_at_first
     assert SIGNS.gradients_differ
-    served = sum(part_of(FORMS["signs"], elements, 2, 0).stop for elements in OWNED)
+    served = sum(part_of(FORMS["1bit"], elements, 2, 0).stop for elements in OWNED)
     assert SIGNS.kept(OWNED, 2) == 4 * (max(OWNED) + sum(OWNED) + served)
     assert SIGNS.saved(12, 2) == (12 + 4 + 8, 4 + 8), "of both replicas an error, and of averages"
     assert SIGNS.in_words() == "signs of 1-bit Adam's steps, after 100 steps"
