@@ -169,14 +169,14 @@ def assert_common(found: dict[str, Tensor], path: Path) -> None:
 
 
 SWITCHES = [
-    ("sums", "one_bit_adam"),
     ("one_bit_adam", "sums"),
     *(("sums", method) for method in LOCAL),
+    ("int8", "one_bit_adam"),
     *((method, "sums") for method in LOCAL),
     ("local steps", "one_bit_adam"),
-    ("one_bit_adam", "local steps, int4"),
     ("local steps, int4", "local steps"),
-    ("int8", "local steps"),
+    ("one_bit_adam", "local steps, int4"),
+    ("sums", "one_bit_adam"),
 ]
 
 
