@@ -67,6 +67,20 @@ def slots_problem(slots: Sequence[str], ranks: int = 1) -> str:
     return f"a state of the optimizer has no name for a checkpoint: {_shown(odd)}" if odd else ""
 
 
+def replicas_problem(slots: Sequence[str]) -> str:
+    """Return what is wrong with the slots of replicas; empty if each has the same, from 0 on."""
+    names: dict[str, set[str]] = {}
+    for slot in slots:
+        of, _, name = slot.partition("/")
+        if of.startswith("replica_"):
+            names.setdefault(of, set()).add(name)
+    if sorted(names) != sorted(f"replica_{number}" for number in range(len(names))):
+        return f"its replicas are not numbered from 0 to {len(names) - 1}"
+    if any(own != names["replica_0"] for own in names.values()):
+        return "its replicas have slots of different names"
+    return ""
+
+
 def _buffers_problem(buffers: Mapping[str, tuple[str, Shape]]) -> str:
     for name, (dtype, _) in buffers.items():
         if dtype not in DTYPES:

@@ -33,6 +33,7 @@ _STRUCTURE_OF_RANK = 64 << 10  # more of them for each rank
 _STRUCTURE_OF_SLOT = 1 << 10  # and for each slot of a rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Number = Annotated[float, Field(ge=0, lt=1e30)]
 _Name = Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
 _Slot = Annotated[str, Field(pattern=limits.SLOT)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -111,7 +112,7 @@ class TrainingState(_Part):
     # of which tensors are kept, where they are not those of AdamW
     slots: Annotated[list[_Slot], Field(max_length=limits.MOST_SLOTS)] = Field(default_factory=list)
     # of the update, where replicas have states of their own
-    update: Annotated[dict[_Name, float], Field(max_length=100)] = Field(default_factory=dict)
+    update: Annotated[dict[_Name, _Number], Field(max_length=100)] = Field(default_factory=dict)
 
     @property
     def format(self) -> int:
@@ -257,6 +258,8 @@ def _content_problem(content: Content) -> str:
         return f"a tensor has missed none, or more than all, of its {updates} updates"
     if content.slots[0] != SLOTS[0] or len(set(content.slots)) < len(content.slots):
         return "its slots do not begin with the weights, or one is there twice"
+    if problem := limits.replicas_problem(content.slots):
+        return problem
     places = {len(data.data) for shard in content.shards for data in shard.ranks}
     if places - {len(content.slots)}:
         return f"it has {len(content.slots)} slots, and a rank has another number of places"

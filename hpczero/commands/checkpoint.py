@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -197,11 +198,12 @@ def _matches(name: str, pattern: str | None) -> bool:
 
 def _slots(checkpoint: Checkpoint, name: str) -> list[str]:
     """Return the slots of this name, of all names, or InputError with those that there are."""
-    known = {slot.rpartition("/")[2]: slot for slot in checkpoint.slots}
+    known = {slot.removeprefix("optimizer/"): slot for slot in checkpoint.slots}
     if name == "all":
         return list(known.values())
     if name not in known:
-        there = join_words([*known, "all"], "or")
+        shown = dict.fromkeys(re.sub(r"^replica_\d+/", "replica_K/", one) for one in known)
+        there = join_words([*shown, "all"], "or")
         raise InputError(f"--slot {printable(name, 100)}: {checkpoint.folder} has {there}")
     return [known[name]]
 

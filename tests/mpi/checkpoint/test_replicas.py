@@ -2,6 +2,7 @@
 numbers of replicas and other optimizers go on with what is there.
 """
 
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,31 @@ def test_a_stopped_run_is_the_one_that_was_not(
     assert whole.losses[STEPS] < whole.losses[1]
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.few(3)
+def test_what_is_saved_behind_training_is_of_its_step(
+    world: World, shared_folder: str, method: str
+) -> None:
+    """From copies, which what other replicas send at the next save does not change."""
+    case = {"method": method, "stage": 2, "shards": "node"}
+    spec = spec_of(case, shared_folder)
+    settings = spec.checkpoint.model_copy(update={"every": 4, "asynchronous": True})
+    spec = spec.model_copy(update={"checkpoint": settings})
+    whole = run(world, spec, world.size // 2)
+    assert len(whole.losses) == STEPS
+    for step in (16, 8):
+        if world.rank == 0:  # the job was killed
+            for later in range(step + 4, STEPS + 1, 4):
+                shutil.rmtree(checkpoint_of(shared_folder, later))
+        world.everyone.barrier()
+        found = run(world, spec, world.size // 2)
+        assert found.resumed
+        assert found.resumed.step == step
+        assert found.losses == {at: whole.losses[at] for at in range(step + 1, STEPS + 1)}
+        assert that_differ(whole.states, found.states) == []
+
+
 _ADAMW = {"model", "optimizer/moment1", "optimizer/moment2"}
 _ERRORS = {"optimizer/served_error", "replica_0/error", "replica_1/error"}
 _OUTER_ERRORS = {name.replace("error", "outer_error") for name in _ERRORS}
@@ -143,14 +169,14 @@ def assert_common(found: dict[str, Tensor], path: Path) -> None:
 
 
 SWITCHES = [
-    ("sums", "one_bit_adam"),
     ("one_bit_adam", "sums"),
     *(("sums", method) for method in LOCAL),
+    ("int8", "one_bit_adam"),
     *((method, "sums") for method in LOCAL),
     ("local steps", "one_bit_adam"),
-    ("one_bit_adam", "local steps, int4"),
     ("local steps, int4", "local steps"),
-    ("int8", "local steps"),
+    ("one_bit_adam", "local steps, int4"),
+    ("sums", "one_bit_adam"),
 ]
 
 

@@ -16,7 +16,7 @@ from hpczero.errors import HpczeroError
 from hpczero.parallel.replicas.turns import fragment_of_update
 from hpczero.train.initialize import Training
 from tests.support.own_loops import Loop, Small
-from tests.support.own_twin import OwnTwin
+from tests.support.own_twin import OwnTwin, layers_in
 from tests.support.replicas import METHODS, kept, own_spec_of
 from tests.support.user_modules import made
 
@@ -46,7 +46,8 @@ def twin_of(loop: Loop, steps: int) -> OwnTwin:
     spec = loop.engine.spec
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
     shards = engine.axis.size
-    return OwnTwin(spec, engine.axis.group.size // shards, shards, SEED)
+    ranks = engine.axis.group.size // shards, shards, 1
+    return OwnTwin(spec, ranks, made(Small, SEED), layers_in(engine))
 
 
 def here(engine: Training) -> dict[str, Tensor]:
@@ -211,3 +212,34 @@ def test_on_the_same_layout_it_goes_on_to_the_bit(
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert all(torch.equal(now[name], common[name]) for name in parameters_of(now))
+
+
+@STAGES
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.few(3)
+def test_weights_alone_begin_a_training_of_their_own(
+    world: World, shared_folder: str, method: str, stage: int
+) -> None:
+    """In a fresh loop and in one that has trained, as with the same weights given: to the bit."""
+    spec = spec_of(method, stage, shared_folder)
+    with looping(world, spec | {"name": "first"}) as loop:
+        loop.run(5)
+        loop.engine.save(wait=True)
+        weights = loop.engine.full_state_dict()
+    weights["seen"] = torch.tensor(0)
+    found = []
+    for number, before in enumerate((-1, 0, 4)):
+        with looping(world, spec | {"name": f"other-{number}"}) as loop:
+            if before < 0:
+                loop.engine.load_state_dict(weights)
+            else:
+                loop.run(before)
+                loop.engine.load(f"{shared_folder}/first", weights_only=True)
+            loop.engine.steps = 0
+            loop.losses.clear()
+            losses = dict(loop.run(STEPS).losses)
+            found.append((losses, kept(loop.engine.engine)))
+    (given, expected), *others = found
+    for losses, states in others:
+        assert losses == given
+        assert [name for name in states if not torch.equal(states[name], expected[name])] == []

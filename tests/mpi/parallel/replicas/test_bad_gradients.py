@@ -27,7 +27,11 @@ def layouts(ranks: int) -> list[Case]:
     found: dict[int, list[Case]] = {
         2: [{"per_node": 1}],
         3: [{"per_node": 2}],
-        4: [{"per_node": 2}, {"per_node": 2, "tensor": 2}, {"per_node": 2, "pipeline": 2}],
+        4: [
+            {"per_node": 2},
+            {"per_node": 2, "tensor": 2},
+            {"per_node": 2, "pipeline": 2, "shards": 1},
+        ],
     }
     return found.get(ranks, [])
 
@@ -98,7 +102,8 @@ def spoiler(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoiler]:
 
 def spec_of_case(case: Case, **train: Any) -> Spec:
     sizes = {axis: case.get(axis, 1) for axis in ("tensor", "pipeline")}
-    return spec_of(case["method"], {"stage": case["stage"]}, sizes, **train)
+    zero = {"stage": case["stage"], "shard_ranks": case.get("shards", "node")}
+    return spec_of(case["method"], zero, sizes, **train)
 
 
 def trained(world: World, case: Case, spec: Spec) -> Record:
@@ -110,6 +115,7 @@ def trained(world: World, case: Case, spec: Spec) -> Record:
         found.gradients.clear()  # each worker's own
     assert_all_ranks_say(world, found)
     assert all(weights.isfinite().all() for weights in found.weights.values())
+    assert "replica" in found.ledger.as_dict()
     return found
 
 

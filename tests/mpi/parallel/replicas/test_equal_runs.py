@@ -65,6 +65,7 @@ def test_several_micro_batches_are_one(world: World, case: Case) -> None:
     """But for roundings, of which those that turn a sign, or an integer, are seen."""
     one, several = (run(world, case, micro_batch=size, steps=8) for size in (12, 1))
     first = run(world, case, micro_batch=12, steps=1)
+    assert "replica" in one.ledger.as_dict()
     assert several.losses == pytest.approx(one.losses, rel=2e-5)
     assert several.norms == pytest.approx(one.norms, rel=1e-3)
     kept = {name: values for name, values in one.weights.items() if not name.endswith("qkv.bias")}

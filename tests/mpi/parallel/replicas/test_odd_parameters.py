@@ -13,6 +13,7 @@ import hpczero
 from hpczero.comm.world import World
 from hpczero.train.initialize import Training
 from tests.support.replicas import METHODS, own_spec_of
+from tests.support.tensor_plans import Mlp
 from tests.support.user_modules import made
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4), pytest.mark.usual(4)]
@@ -67,10 +68,12 @@ def spec_of(method: str, stage: int, **tables: Any) -> dict[str, Any]:
     return spec
 
 
-def here(engine: Training) -> dict[str, Tensor]:
-    """Return the weights of this rank's replica."""
-    with engine.gathered(engine.module.parameters()):
-        return {name: own.detach().clone() for name, own in engine.module.named_parameters()}
+def here(engine: Training, *names: str) -> dict[str, Tensor]:
+    """Return the weights of this rank's replica, of these names if any are given."""
+    named = engine.module.named_parameters()
+    wanted = {name: own for name, own in named if not names or name in names}
+    with engine.gathered(wanted.values()):
+        return {name: own.detach().clone() for name, own in wanted.items()}
 
 
 def samples(step: int, rank: int) -> Tensor:
@@ -185,9 +188,10 @@ def test_frozen_and_unused_parameters_stay_as_they_are(
         for step in range(5):
             one_step(engine, step)
         engine.module.layers[1].requires_grad_(False)
+        moments = moments_of(engine, "layers.1")
         for step in range(5, 10):  # the replicas' outer weights have met
             one_step(engine, step)
-        before, moments = here(engine), moments_of(engine, "layers.1")
+        before = here(engine)
         for step in range(10, 15):
             one_step(engine, step)
         after, left = here(engine), moments_of(engine, "layers.1")
@@ -206,7 +210,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are(
             assert not torch.equal(moved[name], after[name])
         else:
             assert not torch.equal(before[name], after[name]), name
-    assert moments
+    assert any(world.all_gather_objects(any(bool(own.any()) for own in moments.values())))
     assert all(torch.equal(moments[name], left[name]) for name in moments)
 
 
@@ -302,4 +306,27 @@ def test_what_has_no_gradient_in_the_warm_up_never_moves(
     expected = torch.ones(12, dtype=torch.bool)
     if method == "one_bit_adam":
         expected[1::2] = False
+    assert torch.equal(moved, expected)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("method", ["sums", "one_bit_adam"])
+def test_what_tensor_ranks_have_in_common_never_moves_either(world: World, method: str) -> None:
+    """Columns of the first map, whose inputs are zero in the warm-up; they are sent as they are."""
+    tables: dict[str, Any] = {"optimizer": {"weight_decay": 0.0}, "parallel": {"tensor": 2}}
+    spec = own_spec_of(method, **tables)
+    nodes = world.part(range(4), 2)
+    plan = {"blocks.*.1": "column", "blocks.*.3": "row"}
+    with hpczero.initialize(made(Mlp), spec, nodes, tensor_plan=plan) as engine:
+        first = here(engine, "first.weight")["first.weight"]
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + engine.rank)
+            x = torch.randn(6, 16, generator=generator)
+            x[:, 8:] *= step >= 1
+            engine.backward(engine(x, torch.arange(6) % 5) / engine.size)
+            engine.step(lr=LR)
+        moved = (here(engine, "first.weight")["first.weight"] != first).all(0)
+    nodes.close()
+    expected = torch.ones(16, dtype=torch.bool)
+    expected[8:] = method != "one_bit_adam"
     assert torch.equal(moved, expected)
