@@ -73,7 +73,7 @@ def trained(arguments: argparse.Namespace, folder: Path, job: tuple[str, int]) -
     way, seed = job
     ranks = 1 if way == "one worker" else WORKERS
     batch = arguments.batch * ranks // WORKERS
-    evaluated = 320 * WORKERS // ranks // arguments.batch  # global batches: as many sequences
+    evaluated = 640 * WORKERS // ranks // arguments.batch  # global batches: as many sequences
     values = {"warm_up": arguments.steps * 15 // 100, "every": arguments.every}
     settings = [
         f"seed={seed}",

@@ -216,14 +216,15 @@ def replicas_left_out(spec: Spec, grid: Grid) -> str:
     ways = {
         'optimizer.name = "one_bit_adam"': optimizer.name == "one_bit_adam",
         f"optimizer.outer.every = {optimizer.outer.every}": optimizer.outer.every > 0,
+        'comm.compress = "int8"': spec.comm.compress == "int8" and spec.zero.shard_ranks != "all",
     }
     wanted = [way for way, is_wanted in ways.items() if is_wanted]
     if not wanted or grid.shards_and_replicas(spec.zero.shard_ranks).size("replica") > 1:
         return ""
     return (
         f"{wanted[0]} has no effect: zero.shard_ranks = {toml_repr(spec.zero.shard_ranks)} makes "
-        f"the {format_count(grid.size('data'), 'data rank')} one worker, which trains by AdamW; "
-        "a number that is smaller makes several"
+        f"the {format_count(grid.size('data'), 'data rank')} one worker, which has nobody to "
+        "exchange with; a number that is smaller makes several"
     )
 
 

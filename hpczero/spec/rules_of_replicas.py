@@ -151,12 +151,10 @@ def without_effect_of_replicas(spec: Spec) -> list[str]:
             for key, value in optimizer.outer
             if value != getattr(Outer(), key)
         ]
-    compresses = spec.comm.compress == "int8"
-    if compresses and zero.shard_ranks == "all" and spec.train.precision == "fp32":
+    if spec.comm.compress == "int8" and zero.shard_ranks == "all":
         notes.append(
-            'comm.compress = "int8" has no effect with zero.shard_ranks = "all" and '
-            'train.precision = "fp32": there are no replicas, and fp32 weights are gathered as '
-            "they are"
+            'comm.compress = "int8" has no effect with zero.shard_ranks = "all": there are no '
+            "replicas"
         )
     if zero.shard_ranks == 1 and zero.stage:
         notes.append(

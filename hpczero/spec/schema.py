@@ -266,8 +266,7 @@ class Comm(Table):
     compress: Literal["none", "int8"] = key(
         "none",
         "changeable",
-        "int8: gradients between replicas, and half-precision weights gathered between nodes, are "
-        "sent in 8 bits (blocks of 256 with a scale); nothing inside a node",
+        "int8: sums of gradients between replicas are sent in 8 bits (blocks of 256 with a scale)",
     )
     ranks_per_node: int = key(
         0, "site", "test a layout: so many ranks are a node; 0: the real one", ge=0, le=1_000_000

@@ -260,6 +260,14 @@ class Training:
         self.run.changes += 1
         self._opened().load_state_dict(state)
 
+    def come_together(self) -> None:
+        """Give replicas that train by themselves (optimizer.outer) the mean of their weights.
+
+        To be called at the end of a loop, on all ranks; it changes nothing of other trainings.
+        """
+        self.run.changes += 1
+        self._opened().come_together()
+
     def gathered(
         self, parameters: Iterable[torch.Tensor], modify: bool = False
     ) -> AbstractContextManager[None]:

@@ -164,6 +164,7 @@ class OwnRun:
         generators = self.world.run_on_all(lambda: table("random", random))
         self.world.run_on_all(lambda: rank_states.states_of(generators))
         self.finish_save()
+        self.engine.complete_exchanges()
         self._log.go_on_from_another_step()
         self._account.leave_out()
         return generators

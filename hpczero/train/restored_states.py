@@ -52,7 +52,8 @@ class _Reader:
         if not only_weights:
             self._refuse_another_optimizer()
         apart = list(replicas_in([*self._number], "weights"))
-        joins = bool(apart) and not (update.trains_apart and self._are_as_many)
+        goes_on = update.trains_apart and self._are_as_many
+        joins = bool(apart) and not goes_on and not only_weights
         self._into(update.common_weights, apart if joins else [SLOTS[0]])
         for unit in engine.units:
             if update.common_weights(unit) is not unit.master:
@@ -101,6 +102,10 @@ class _Reader:
         here |= update.own_states(first).keys() | update.dealt_states(first).keys()
         there = {slot.rpartition("/")[2] for slot in self._number}
         own = {SLOTS[0], "weights", AVERAGE.removeprefix(KEPT), *_OF_REPLICAS}
+        if lost := (there & _OF_REPLICAS) - here:
+            self._notes.append(
+                f"{self._checkpoint.folder}: what replicas had besides is dropped: {_shown(lost)}"
+            )
         if (here ^ there) - own:
             raise InputError(
                 f"{self._checkpoint.folder} has the states of another optimizer "

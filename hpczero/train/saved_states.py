@@ -95,7 +95,8 @@ class SavedStates:
             if unit in self._engine.counted_elsewhere:
                 continue
             for name, state in self._engine.update.dealt_states(unit).items():
-                parts = [self._part(unit, number) for number in range(self._replicas.count)]
+                numbers = range(self._replicas.count)
+                parts = [self._engine.update.dealt_part(unit, number) for number in numbers]
                 self._to_storing(unit, state, [(KEPT + name, part) for part in parts])
             for name, state in self._engine.update.own_states(unit).items():
                 numbers = range(self._replicas.count)
@@ -103,9 +104,6 @@ class SavedStates:
                 self._to_storing(
                     unit, state, [(slot_of_replica(number, name), whole) for number in numbers]
                 )
-
-    def _part(self, unit: Unit, number: int) -> slice:
-        return self._engine.update.dealt_part(unit, number)
 
     def _to_storing(self, unit: Unit, state: Tensor, places: list[tuple[str, slice]]) -> None:
         """Send this rank's state; place `number` of the places is where that replica's goes."""
@@ -117,7 +115,8 @@ class SavedStates:
         outputs = [none] * self._replicas.count
         if storing == self._replicas.number:
             outputs = [state.new_empty(part.stop - part.start) for _, part in places]
-        self._replicas.group.all_to_all(outputs, inputs)
+        # sums of gradients may be under way in the other group, more on some ranks than on others
+        self._replicas.averages.all_to_all(outputs, inputs)
         if storing == self._replicas.number:
             for (slot, part), arrived in zip(places, outputs, strict=True):
                 self._collected[unit][slot][part] = arrived.cpu()

@@ -46,9 +46,6 @@ class OneBitAdam(AdamWUpdate):
             unit: self._exchanger.errors_of(unit.master) for unit in self.units
         }
         self._groups = weights.groups  # that have the other elements of this replica's model
-        self._shards = weights.axis.size
-        self._pool = weights.pool
-        self._warmup = weights.settings.warmup_steps
         self.frozen = 0
         self._seen = 0, 0.0  # the update after which v was looked at last, and its norm then
         self._step: Step | None = None
@@ -189,7 +186,7 @@ class OneBitAdam(AdamWUpdate):
         norm = self._norm_of_variance()
         alike = min(norm, norm_before) >= _STABLE * max(norm, norm_before)
         self._seen = number, norm
-        return bool(before and alike and norm and number >= self._warmup)
+        return bool(before and alike and norm and number >= self.settings.warmup_steps)
 
     def _scale_late_variances(self) -> None:
         """Scale second moments of fewer updates, so that the correction of all is right for them.

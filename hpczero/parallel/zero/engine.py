@@ -131,7 +131,7 @@ class Engine(AveragedWeights):
         if not self.settings.own_model:
             self.wait_for_weights()
             self.outside.check_once()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._is_averaged:
             self.update.begin_gradients()
         with (
             self._direct.redirect_weight_grads(),
@@ -376,6 +376,7 @@ class Engine(AveragedWeights):
             if self.is_whole:
                 self.zero_grad()  # sums may be in flight, in memory that is given back
             self._end_averaged()
+            self.complete_exchanges()
             self.wait_for_weights()
         finally:  # a step that has failed does so once more
             self.update.close()

@@ -91,7 +91,9 @@ class Reduction:
         chosen = self._units
         if units is not None:
             chosen = [unit for unit in chosen if unit in units]
-        done = self.replicas.begun if self.sharded.gradients else self._reduced
+        done = self._reduced
+        if self.sharded.gradients:
+            done = self._last_sums if self.replicas.are_summed else set()
         if done.intersection(chosen):
             raise HpczeroError(
                 "a backward after the one that was said to be the last of the step: say last=True"

@@ -23,7 +23,7 @@ NODE = 'zero.shard_ranks = "node"\n'
         LOCAL + "zero.shard_ranks = 4\ncheckpoint.every = 0",
         LOCAL + NODE + "checkpoint.every = -1\noptimizer.outer.fragments = 50",
         LOCAL + NODE + "checkpoint.every = 150\noptimizer.outer.precision = 'int4'",
-        'comm.compress = "int8"',
+        'comm.compress = "int8"\n' + NODE,
         'comm.compress = "int8"\ntrain.precision = "fp32"\n' + NODE,
         LOCAL + NODE + "model.family = 'some.module:factory'",
         SIGNS + NODE + "parallel = { tensor = 2, pipeline = 2 }",
@@ -147,12 +147,11 @@ def spec(shard_ranks: Any = "node", precision: Any = "bf16", **changes: Any) -> 
         (
             spec("all", "fp32", comm=Comm(compress="int8")),
             [
-                'comm.compress = "int8" has no effect with zero.shard_ranks = "all" and '
-                'train.precision = "fp32": there are no replicas, and fp32 weights are gathered '
-                "as they are"
+                'comm.compress = "int8" has no effect with zero.shard_ranks = "all": there are '
+                "no replicas"
             ],
         ),
-        (spec("all", "bf16", comm=Comm(compress="int8")), []),
+        (spec(2, "bf16", comm=Comm(compress="int8")), []),
         (spec(2, "fp32", comm=Comm(compress="int8")), []),
         (
             spec(1, zero={"stage": 3}),
