@@ -116,10 +116,13 @@ class Search:
         counts = self._found.counts
         for bound, parallel, size in self._groups():
             savings = self.space.savings(parallel, size)
-            for layout in self._cores(parallel, size):
-                counts.all += len(savings)
-                limit = inf if thorough else self._limit * _BOUNDED
-                if bound > limit or self._at_least(layout, limit) > limit:
+            cores = list(self._cores(parallel, size))
+            counts.all += len(savings) * len(cores)
+            at_least = [(bound, layout) for layout in cores]
+            if not thorough and bound <= self._limit * _BOUNDED:
+                at_least = [(self._at_least(layout), layout) for layout in cores]
+            for least, layout in sorted(at_least, key=itemgetter(0)):  # the limit falls sooner
+                if not thorough and least > self._limit * _BOUNDED:
                     counts.slower += len(savings)
                 else:
                     self._climb(layout, savings)
@@ -146,10 +149,8 @@ class Search:
             for states in space.states(parallel, order):
                 yield space.layout(parallel, order, states, size)
 
-    def _at_least(self, layout: Layout, limit: float) -> float:
-        """Return what the layout takes at least, where there is a limit to hold it against."""
-        if limit == inf:
-            return 0.0
+    def _at_least(self, layout: Layout) -> float:
+        """Return what the layout takes at least."""
         return self._times.at_least(self.space.spec_with(layout), self.space.nodes)
 
     @property

@@ -101,6 +101,13 @@ class Outer(Table):
         ge=0,
         le=LARGEST,
     )
+    begin: int = key(
+        0,
+        "changeable",
+        "steps before the first of these, in which gradients are summed as with `every = 0`",
+        ge=0,
+        le=LARGEST,
+    )
     lr: float = key(0.7, "changeable", "learning rate of the outer step", gt=0)
     momentum: Decay = key(0.9, "changeable", "Nesterov momentum of the outer step")
     fragments: int = key(

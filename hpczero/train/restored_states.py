@@ -16,6 +16,7 @@ from torch import Tensor
 from hpczero.checkpoint.load import Checkpoint, Run, Wanted
 from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.errors import InputError
+from hpczero.parallel.replicas.local_steps import APART, JOINED
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 from hpczero.text import first_few
@@ -60,7 +61,7 @@ class _Reader:
                 unit.master.copy_(update.common_weights(unit))
         if only_weights:
             return []
-        if joins:
+        if joins and self._were_apart:
             self._notes.append(f"{self._checkpoint.folder}: {_JOINED.format(len(apart))}")
         first = engine.units[0]
         for slot in list(common_states(engine, first))[1:]:
@@ -82,12 +83,24 @@ class _Reader:
         """Return the update's numbers; what replicas joined last is unknown if these are others."""
         numbers = dict(self._checkpoint.content.state.update)
         if self._update.trains_apart and not self._are_as_many:
-            numbers.pop("joined", None)
+            numbers.pop(JOINED, None)
         return numbers
 
     @property
+    def _were_apart(self) -> bool:
+        """True if replicas had weights of their own."""
+        numbers = self._checkpoint.content.state.update
+        return bool(numbers.get(APART, 1)) and bool([*replicas_in([*self._number], "weights")])
+
+    @property
     def _are_as_many(self) -> bool:
-        """True if there were as many replicas as here."""
+        """True if each replica here may go on with what the one of its number had.
+
+        There were as many, and they do not begin to sum gradients again, with different weights.
+        """
+        begin = self._engine.settings.optimizer.outer.begin
+        if self._were_apart and self._checkpoint.content.state.updates < begin:
+            return False
         replicas = self._engine.axis.replicas
         names = {slot.partition("/")[0] for slot in self._number if not slot.startswith(KEPT)}
         return bool(replicas) and len(names - {SLOTS[0]}) == (replicas.count if replicas else 0)

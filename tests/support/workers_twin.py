@@ -149,8 +149,13 @@ class Twin:
         momentum = {name: torch.zeros_like(weight) for name, weight in outer.items()}
         for step in range(spec.train.steps):
             gradients = self._gradients(step)
+            if step < options.begin:
+                mean = self._mean(gradients, "fp32", False)
+                gradients = [{n: g.clone() for n, g in mean.items()} for _ in gradients]
             turn = fragment_of_update(step, options.every, options.fragments)
-            names = self._fragment(turn)
+            names = self._fragment(turn) if step > options.begin else []
+            if step == options.begin:
+                outer.update({name: w.clone() for name, w in self.weights.items()})
             if names:
                 apart = [
                     {n: outer[n] - w for n, w in values_of(model).items()} for model in self.models

@@ -36,7 +36,7 @@ class Exchanged:
     def by(cls, spec: Spec) -> "Exchanged":
         outer = spec.optimizer.outer
         if outer.every:
-            return cls(FORMS[outer.precision], outer.every, 0, "weights", outer.fragments)
+            return cls(FORMS[outer.precision], outer.every, outer.begin, "weights", outer.fragments)
         if spec.optimizer.name == "one_bit_adam":
             return cls(FORMS["1bit"], 1, spec.optimizer.freeze, "steps")
         return cls(FORMS["int8"] if spec.comm.compress == "int8" else None, 1, 0)
@@ -49,7 +49,7 @@ class Exchanged:
     @property
     def sums_at_first(self) -> bool:
         """True if some steps have an all_reduce of gradients."""
-        return self.form is None or self.of == "steps"
+        return self.form is None or self.of == "steps" or self.warm_up > 0
 
     @property
     def has_errors(self) -> bool:
@@ -106,4 +106,5 @@ class Exchanged:
             when = f"{self.warm_up} steps" if self.warm_up else "a warm-up"
             return f"signs of 1-bit Adam's steps, after {when}"
         turns = f", in {self.fragments} fragments" if self.fragments > 1 else ""
-        return f"weights in {self.form.name}, in one of {self.every} steps{turns}"
+        after = f", after {self.warm_up} steps" if self.warm_up else ""
+        return f"weights in {self.form.name}, in one of {self.every} steps{turns}{after}"

@@ -11,6 +11,8 @@ all replicas. The units take turns in fragments; every H updates a fragment has 
 
 Messages are sent when the next step's forward begins, and what they bring is taken over before that
 step's update, so that they travel while it computes, and between two steps nothing is on its way.
+
+In the first `begin` updates gradients are summed, and all weights are the same: there are no turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +27,12 @@ from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.update import AdamWUpdate, Step, swap_with_master
 from hpczero.parallel.zero.weights import Weights
 
-_JOINED = "joined"
+JOINED, APART = "joined", "apart"  # names of numbers in a checkpoint
 
 
 class LocalSteps(AdamWUpdate):
     """AdamW on the replica's own gradient, and the outer step."""
 
-    gradients_differ = True
     trains_apart = True
     has_average = True  # the outer weights
 
@@ -61,6 +62,10 @@ class LocalSteps(AdamWUpdate):
         self._joined = 0  # the update after which a fragment had its last turn
         self._in_flight: dict[Unit, UnitExchange] = {}
         self._d = self.units[0].master.new_empty(max(unit.master.numel() for unit in self.units))
+
+    @property
+    def gradients_differ(self) -> bool:
+        return self._updates >= self._outer_options.begin
 
     def memory(self) -> dict[str, int]:
         kept = [self._d, *self.outer.values(), *self.momentum.values()]
@@ -131,6 +136,9 @@ class LocalSteps(AdamWUpdate):
 
     def carried_out(self, number: int) -> None:
         self._updates = number
+        if number <= self._outer_options.begin:
+            self.begin_average()
+            self._joined = number
 
     # -- what a checkpoint has besides
 
@@ -153,9 +161,9 @@ class LocalSteps(AdamWUpdate):
         return self._exchanger.part(unit.master.numel(), replica)
 
     def numbers(self) -> dict[str, float]:
-        return {_JOINED: self._joined}
+        return {JOINED: self._joined, APART: int(self.gradients_differ)}
 
     def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
         super().take_numbers(numbers, updates)
         self._updates = updates
-        self._joined = int(numbers.get(_JOINED, updates))
+        self._joined = int(numbers.get(JOINED, updates))

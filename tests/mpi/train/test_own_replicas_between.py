@@ -96,3 +96,51 @@ def test_a_loop_may_end_with_an_outer_step_on_its_way(world: World, method: str)
         with looping(world, spec_of(method, 2)) as loop:
             loop.run(4)
             loop.engine(torch.ones(2, 10))
+
+
+LATE = {"outer": {"every": 2, "begin": 5, "lr": 0.9, "momentum": 0.3}}
+
+
+@STAGES
+@pytest.mark.parametrize("at", [4, 5, 8])
+@pytest.mark.few(4)
+def test_gradients_are_summed_until_local_steps_begin(
+    world: World, shared_folder: str, stage: int, at: int
+) -> None:
+    """As without them, to the bit; and a stop at any moment changes nothing."""
+    late = spec_of("sums", stage, shared_folder, optimizer={"eps": 1e-4, **LATE})
+    with looping(world, spec_of("sums", stage, shared_folder) | {"name": "sums"}) as loop:
+        summed = dict(loop.run(6).losses)
+    with looping(world, late | {"name": "whole"}) as loop:
+        loop.run(at)
+        assert are_equal(world, here(loop.engine)) == (at <= 5)
+        loop.engine.save(wait=True)
+        whole = dict(loop.run(STEPS).losses)
+        expected = kept(loop.engine.engine)
+    assert {step: whole[step] for step in range(1, 7)} == summed
+    with looping(world, late) as loop:
+        loop.engine.load(f"{shared_folder}/whole/checkpoints/step-{at:08}")
+        loop.run(STEPS)
+        assert loop.losses == {step: whole[step] for step in range(at + 1, STEPS + 1)}
+        found = kept(loop.engine.engine)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@STAGES
+@pytest.mark.few(2)
+def test_replicas_that_sum_again_have_the_same_weights(
+    world: World, shared_folder: str, stage: int
+) -> None:
+    """A checkpoint of local steps goes on with gradients summed for some steps: with the mean."""
+    outer = {"eps": 1e-4, "outer": {**LATE["outer"], "begin": 0}}
+    with looping(world, spec_of("sums", stage, shared_folder, optimizer=outer)) as loop:
+        loop.run(3)
+        assert not are_equal(world, here(loop.engine))
+        loop.engine.save(wait=True)
+    late = spec_of("sums", stage, shared_folder, optimizer={"eps": 1e-4, **LATE})
+    with looping(world, late | {"name": "late"}) as loop:
+        loop.engine.load(f"{shared_folder}/loop")
+        assert are_equal(world, here(loop.engine))
+        loop.run(5)
+        assert are_equal(world, here(loop.engine))
+        loop.run(8)

@@ -66,6 +66,10 @@ def test_local_steps_exchange_weights_once_in_a_while() -> None:
     assert plain.messages(OWNED, 2) == 3 * 4 * sum(OWNED)
     assert small.messages(OWNED, 2) == 3 * FORMS["int4"].message(4096), "of the largest fragment"
     assert plain.in_words() == "weights in fp32, in one of 50 steps"
+    late = outer(50, begin=100)
+    assert late.in_words() == "weights in fp32, in one of 50 steps, after 100 steps"
+    assert late.sums_at_first
+    assert not plain.sums_at_first
     assert small.in_words() == "weights in int4, in one of 20 steps, in 2 fragments"
 
 
