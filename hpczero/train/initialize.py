@@ -100,11 +100,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        run: OwnRun,
-        worlds: tuple[World, ...],
-        cut: CutModule | None = None,
+        self, engine: Engine, run: OwnRun, worlds: tuple[World, ...], cut: CutModule | None = None
     ) -> None:
         """`worlds` are closed by `close`, in this order."""
         self.engine = engine
@@ -261,10 +257,7 @@ class Training:
         self._opened().load_state_dict(state)
 
     def come_together(self) -> None:
-        """Give replicas that train by themselves (optimizer.outer) the mean of their weights.
-
-        To be called at the end of a loop, on all ranks; it changes nothing of other trainings.
-        """
+        """Give replicas that train apart (optimizer.outer) the mean of theirs, at a loop's end."""
         self.run.changes += 1
         self._opened().come_together()
 

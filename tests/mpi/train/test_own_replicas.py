@@ -2,43 +2,30 @@
 process simulates, the weights that all have in common, and checkpoints.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 from hpczero.parallel.replicas.turns import fragment_of_update
-from hpczero.train.initialize import Training
 from tests.support.own_loops import Loop, Small
+from tests.support.own_replicas import (
+    LOCAL,
+    SEED,
+    STEPS,
+    are_equal,
+    here,
+    looping,
+    parameters_of,
+    spec_of,
+)
 from tests.support.own_twin import OwnTwin, layers_in
-from tests.support.replicas import METHODS, kept, own_spec_of
+from tests.support.replicas import METHODS, kept
 from tests.support.user_modules import made
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4), pytest.mark.usual(4)]
 
-SEED, STEPS = 3, 12
-LOCAL = [name for name in METHODS if "local" in name]
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-
-
-@contextmanager
-def looping(world: World, spec: dict[str, Any]) -> Iterator[Loop]:
-    """Yield a loop on nodes of two ranks; on two ranks, on two nodes."""
-    nodes = world.part(range(world.size), 1 + (world.size > 2))
-    with hpczero.initialize(made(Small, SEED + world.rank), spec, nodes) as engine:
-        yield Loop(engine, nodes)
-    nodes.close()
-
-
-def spec_of(method: str, stage: int, folder: str = "runs", **tables: Any) -> dict[str, Any]:
-    tables = {"optimizer": {"eps": 1e-4}, "train": {"grad_clip": 0.7}} | tables
-    return own_spec_of(method, folder, zero={"stage": stage}, **tables)
 
 
 def twin_of(loop: Loop, steps: int) -> OwnTwin:
@@ -48,22 +35,6 @@ def twin_of(loop: Loop, steps: int) -> OwnTwin:
     shards = engine.axis.size
     ranks = engine.axis.group.size // shards, shards, 1
     return OwnTwin(spec, ranks, made(Small, SEED), layers_in(engine))
-
-
-def here(engine: Training) -> dict[str, Tensor]:
-    """Return the weights of this rank's replica."""
-    with engine.gathered(engine.module.parameters()):
-        return {name: own.detach().clone() for name, own in engine.module.named_parameters()}
-
-
-def are_equal(world: World, weights: dict[str, Tensor]) -> bool:
-    """Return True if all ranks have them, to the bit."""
-    found = [world.everyone.stack(values) for values in weights.values()]
-    return all(torch.equal(values[0], other) for values in found for other in values)
-
-
-def parameters_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values for name, values in state.items() if name != "seen"}
 
 
 @STAGES

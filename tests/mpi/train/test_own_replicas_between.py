@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from hpczero.comm.world import World
-from tests.mpi.train.test_own_replicas import (
+from tests.support.own_replicas import (
     LOCAL,
-    STAGES,
     STEPS,
     are_equal,
     here,
@@ -18,6 +17,7 @@ from tests.support.replicas import kept
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4), pytest.mark.usual(4)]
 
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 LOCALS = pytest.mark.parametrize("method", LOCAL)
 
 
