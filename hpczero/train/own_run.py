@@ -24,6 +24,7 @@ from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.update import StepResult
+from hpczero.planner.forecast import replicas_left_out
 from hpczero.spec.schema import Spec
 from hpczero.train import preflight, process, rank_states, run_directory, setup
 from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
@@ -88,6 +89,8 @@ class OwnRun:
         self._account.begin_step()
         self.jumps = 0  # loads so far: what was read ahead for the steps before is of no use
         self.changes = 0  # of the weights so far
+        if what := replicas_left_out(spec, grid):
+            self._log.warn(what)
 
     def _standing(self) -> dict[str, int]:
         copies = self._claimed.copy_bytes if self._claimed else 0
