@@ -120,12 +120,12 @@ class Search:
             counts.all += len(savings) * len(cores)
             at_least = [(bound, layout) for layout in cores]
             if not thorough and bound <= self._limit * _BOUNDED:
-                at_least = [(self._at_least(layout), layout) for layout in cores]
+                at_least = [(self._at_least(self.space.spec_with(one)), one) for one in cores]
             for least, layout in sorted(at_least, key=itemgetter(0)):  # the limit falls sooner
                 if not thorough and least > self._limit * _BOUNDED:
                     counts.slower += len(savings)
                 else:
-                    self._climb(layout, savings)
+                    self._climb(layout, savings, thorough)
         self._found.planned.sort(key=lambda one: one.order)
         counts.timed = len(self._found.planned)
         return self._found
@@ -149,9 +149,9 @@ class Search:
             for states in space.states(parallel, order):
                 yield space.layout(parallel, order, states, size)
 
-    def _at_least(self, layout: Layout) -> float:
-        """Return what the layout takes at least."""
-        return self._times.at_least(self.space.spec_with(layout), self.space.nodes)
+    def _at_least(self, spec: Spec) -> float:
+        """Return what a layout takes at least."""
+        return self._times.at_least(spec, self.space.nodes)
 
     @property
     def _limit(self) -> float:
@@ -166,9 +166,12 @@ class Search:
         last = ranked[self._rows - 1] if len(ranked) >= self._rows else inf
         return min(last, _SLOWER * ranked[0])
 
-    def _climb(self, layout: Layout, savings: Sequence[Saving]) -> None:
+    def _climb(self, layout: Layout, savings: Sequence[Saving], thorough: bool) -> None:
         ladder = _Ladder(self.space, self.room, self._found.counts, layout, savings)
         for spec, fit in ladder.climb():
+            if not thorough and self._at_least(spec) > self._limit * _BOUNDED:
+                self._found.counts.slower += 1
+                continue
             planned = self._timed(fit, spec)
             self._found.planned.append(planned)
             if fit.verdict == "fits":
