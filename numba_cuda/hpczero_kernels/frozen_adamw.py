@@ -7,6 +7,7 @@
 All but the gradient is fp32; `scale` is 1 / correction2.
 """
 
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -128,9 +129,9 @@ def own_steps(
 
         frozen_adamw.own_steps(moment, gradient, variance, steps, *scalars)
     elif implementation == NUMBA:
-        arguments = (address_of(moment), address_of(gradient), CODES[gradient.dtype])
-        arguments += (address_of(variance), address_of(steps), *scalars)
-        pool.run(lambda start, stop: _own_steps(*arguments, start, stop), moment.numel())
+        to_read = (address_of(gradient), CODES[gradient.dtype], address_of(variance))
+        arguments = (address_of(moment), *to_read, address_of(steps), *scalars)
+        pool.run(partial(_own_steps, *arguments), moment.numel())
     else:
         own_steps_reference(moment, gradient, variance, steps, *scalars)
 
@@ -156,8 +157,9 @@ def take_steps(
 
         frozen_adamw.take_steps(*tensors, *scalars)
     elif implementation == NUMBA:
-        arguments = (*map(address_of, tensors), *scalars)
-        pool.run(lambda start, stop: _take_steps(*arguments, start, stop), moment.numel())
+        to_read = (address_of(steps), address_of(variance))
+        arguments = (*to_read, address_of(moment), address_of(master), *scalars)
+        pool.run(partial(_take_steps, *arguments), moment.numel())
     else:
         take_steps_reference(*tensors, *scalars)
 

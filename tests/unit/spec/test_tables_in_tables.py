@@ -27,7 +27,7 @@ from hpczero.spec.toml import Layer
 from tests.support.specs import Write, refusal
 
 REPLICAS = "zero.shard_ranks=node"  # what local steps need
-OUTER = ["every", "lr", "momentum", "fragments", "precision"]
+OUTER = ["every", "begin", "lr", "momentum", "fragments", "precision"]
 
 
 def test_a_table_has_its_full_name_and_follows_the_one_that_it_is_in() -> None:
@@ -126,7 +126,7 @@ def test_a_spec_and_what_it_extends_are_joined_key_by_key(write: Write) -> None:
         (
             "[optimizer.outer]\nqqq = 5",
             "spec.toml:2: optimizer.outer.qqq: unknown key; the keys of [optimizer.outer] are "
-            "every, lr, momentum, fragments and precision",
+            "every, begin, lr, momentum, fragments and precision",
         ),
         (
             "[optimizer]\nfragments = 2",
