@@ -107,7 +107,7 @@ LATE = {"outer": {"every": 2, "begin": 5, "lr": 0.9, "momentum": 0.3}}
 def test_gradients_are_summed_until_local_steps_begin(
     world: World, shared_folder: str, stage: int, at: int
 ) -> None:
-    """As without them, to the bit; and a stop at any moment changes nothing."""
+    """Losses are those without them, to the bit; and a stop at any moment changes nothing."""
     late = spec_of("sums", stage, shared_folder, optimizer={"eps": 1e-4, **LATE})
     with looping(world, spec_of("sums", stage, shared_folder) | {"name": "sums"}) as loop:
         summed = dict(loop.run(6).losses)

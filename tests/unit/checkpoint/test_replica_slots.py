@@ -123,7 +123,7 @@ def test_replicas_that_cannot_be_are_damage(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("slots", [["replica_0/error"], ["replica_0/error", "replica_1/error"]])
 def test_replicas_that_can_be_are_read(tmp_path: Path, slots: list[str]) -> None:
-    """What is refused above is so for its names, not for what the test does to the manifest."""
+    """The slots are refused for their names, not for what the test does to the manifest."""
     path = saved_with(tmp_path, slots)
     assert list(manifest.read(path).slots) == ["model", *slots]
 

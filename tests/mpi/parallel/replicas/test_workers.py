@@ -107,7 +107,7 @@ def _apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 @pytest.mark.ranks(2)
 def test_an_engine_made_without_values_begins_with_those_that_come_later(world: World) -> None:
-    """As `hpczero run` makes it: a checkpoint may have them."""
+    """`hpczero run` makes it so: a checkpoint may have them."""
     case = {"method": "local steps", "stage": 1, "tensor": 1, "pipeline": 1, "shard_ranks": 1}
     spec = spec_of(case, steps=3)
     grid = Grid.build(spec.parallel, world.node_of_rank)
