@@ -99,6 +99,7 @@ class Work:
                 self._progress.finish(self)
             if self._mark:
                 self._mark.order()
+                self.tensors = ()  # whatever takes their memory comes later in the device, too
             self._entry.seconds += time.perf_counter() - begun
         self._progress.check()
 

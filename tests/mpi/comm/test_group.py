@@ -308,6 +308,20 @@ def test_polling_alone_finishes_an_operation(world: World) -> None:
     assert_same(tensor, reduced(everyones(world.everyone, LONG, torch.float32)))
 
 
+def test_what_has_been_waited_for_keeps_no_tensors(world: World) -> None:
+    """The device may still be at it: what takes their memory comes later there, too."""
+    group = world.everyone
+    for length in (64, LONG):
+        parts = everyones(group, length, torch.float32)
+        cut = shard(length, group.size, group.rank)
+        output, mine = torch.empty(length, dtype=torch.float32), reduced(parts)[cut].clone()
+        before = [torch._C._storage_Use_Count(at.untyped_storage()._cdata) for at in (output, mine)]
+        group.start_all_gather(output, mine).wait()
+        after = [torch._C._storage_Use_Count(at.untyped_storage()._cdata) for at in (output, mine)]
+        assert after == before
+        assert_same(output, reduced(parts))
+
+
 def test_tensors_of_any_shape_and_parameters(world: World) -> None:
     tensor = torch.nn.Parameter(torch.full((3, 5, 7), float(world.rank)))
     world.everyone.all_reduce(tensor)
