@@ -34,7 +34,7 @@ WAYS: dict[str, list[str]] = {
     "local steps": [
         "optimizer.outer.every={every}",
         "optimizer.outer.begin={warm_up}",
-        "optimizer.outer.momentum=0.5",
+        "optimizer.outer.momentum=0.7",
     ],
     "one worker": [],
 }

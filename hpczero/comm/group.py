@@ -62,6 +62,7 @@ class Group:
         node = node_of_rank[self.ranks[rank]]
         self._on_other_node = [node_of_rank[peer] != node for peer in self.ranks]
         self._count_on_other_nodes = sum(self._on_other_node)
+        self.spans_nodes = self._count_on_other_nodes > 0
         self._collectives = 0
         self._signatures: dict[object, Signature] = {}
         self._messages_started: dict[tuple[str, int], int] = {}
@@ -158,8 +159,17 @@ class Group:
         steps = self._shard_carrier(flat).reduce_scatter(flat, combine, point, code)
         return self._start_even("reduce_scatter", steps, flat.nbytes, point, flat, target)
 
-    def start_all_gather(self, output: Tensor, tensor: Tensor, detail: str = "") -> Work:
-        """`detail` names what is gathered: ranks that gather different things do not meet."""
+    def start_all_gather(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        detail: str = "",
+        then: Callable[[], None] | None = None,
+    ) -> Work:
+        """`detail` names what is gathered: ranks that gather different things do not meet.
+
+        `then` is called when all is there, and belongs to the operation.
+        """
         flat = self._flat(output)
         source = self._flat(tensor)
         assert source.dtype is flat.dtype, (
@@ -168,6 +178,8 @@ class Group:
         self._check_shard("tensor", source, flat)
         point, code = self._next("all_gather", flat, detail)
         steps = self._shard_carrier(flat).all_gather(flat, source, point, code)
+        if then is not None:
+            steps = _followed(steps, then)
         return self._start_even("all_gather", steps, flat.nbytes, point, flat, source)
 
     def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work:
@@ -333,6 +345,11 @@ class Group:
         label = f"{name} {direction} rank {self.ranks[peer]} along {self.axis}"
         tag = self.connection.tag(number, size, False)
         return self.connection.message(label, peer, number), tag
+
+
+def _followed(steps: Requests, then: Callable[[], None]) -> Requests:
+    yield from steps
+    then()
 
 
 def _once(post: Callable[[], list[Any]]) -> Requests:

@@ -9,13 +9,16 @@ Only sums of a node travel. Protocol of a reduction, for ranks with R on their n
 3. DONE: nobody of the node reads the tensor any more.
 
 A gather sends each shard once to every other node, one slice to each of its ranks, which write it
-where all of the node read it; WRITTEN ends it.
+where all of the node read it; WRITTEN ends it. Messages that stand for shards (`ShardMessages`)
+arrive each at the beginning of its shard's place. After WRITTEN the ranks of the node share the
+work of reading them; READ ends it.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hpczero.comm.connection import BLOCK
@@ -28,7 +31,7 @@ from hpczero.device import CPU
 if TYPE_CHECKING:
     from hpczero.comm.world import World
 
-READY, DONE, WRITTEN = range(3)  # counters
+READY, DONE, WRITTEN, READ = range(4)  # counters
 
 
 class LocalSum(Protocol):
@@ -42,6 +45,18 @@ class LocalSum(Protocol):
 
     def of_node(self, first: int, parts: list[Tensor], ranks: Sequence[int], out: Tensor) -> None:
         """Sum up the elements of the tensor from `first` on, rounded to `out`."""
+
+
+class ShardMessages(Protocol):
+    """Messages that a gather sends in place of shards, which are longer."""
+
+    size: int  # bytes of each message
+
+    def write(self, message: Tensor) -> None:
+        """Write the message of this rank's shard."""
+
+    def read(self, message: Tensor, rank: int, shard: Tensor) -> None:
+        """Read the message of the shard of `rank`, also of this one: all have the same values."""
 
 
 class NodeAxis:
@@ -66,6 +81,7 @@ class NodeAxis:
             self._ranks_of[node].append(rank)
         self.ranks_on_node = self._ranks_of[self._node]
         self.neighbours = len(self.ranks_on_node)
+        self.spans_nodes = len(self._ranks_of) > 1
         self.local = self.ranks_on_node.index(self.rank)
         self._on_other_nodes = [rank for rank in range(self.size) if rank not in self.ranks_on_node]
         # Pieces in the buffer in a round: sums for other nodes' ranks, and other nodes' sums. The
@@ -73,8 +89,8 @@ class NodeAxis:
         fewest = min(map(len, self._ranks_of.values()))
         self._pieces = self.size - fewest + len(self._ranks_of) - 1
         self._window: NodeWindow | None = None
-        self._numbers = [0, 0, 0]  # by counter: of the operation started last
-        self._posted = [0, 0, 0]
+        self._numbers = [0, 0, 0, 0]  # by counter: of the operation started last
+        self._posted = [0, 0, 0, 0]
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         """Return blocks in the node's memory by name.
@@ -111,13 +127,25 @@ class NodeAxis:
         steps = self._reduce(tensor, sums, self.group.next_tag())
         return self.group.start_steps("reduce_scatter", steps, between, read)
 
-    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
-        """Bring every shard to all: once per node, or (`per_rank`) into each rank's own tensor."""
-        between = (len(self._ranks_of) - 1) * tensor.numel() // self.size * tensor.element_size()
-        read = 0
-        if per_rank:
-            read = (self.size - 1) * tensor.numel() // self.size * tensor.element_size()
-        steps = self._gather(tensor, per_rank, self.group.next_tag())
+    def gather(
+        self,
+        tensor: Tensor,
+        per_rank: bool = False,
+        name: str = "",
+        messages: ShardMessages | None = None,
+    ) -> Work:
+        """Bring every shard to all: once per node, or (`per_rank`) into each rank's own tensor.
+
+        `messages` stand for the shards.
+        """
+        sent = tensor.numel() // self.size * tensor.element_size()
+        read = (self.size - 1) * sent if per_rank else 0
+        if messages:
+            sent = messages.size
+            own = tensor[self._shard(tensor, self.rank)]
+            messages.write(own.view(torch.uint8)[:sent])
+        steps = self._gather(tensor, per_rank, messages, self.group.next_tag())
+        between = (len(self._ranks_of) - 1) * sent
         return self.group.start_steps("all_gather", steps, between, read)
 
     def node_barrier(self) -> Work:
@@ -210,23 +238,34 @@ class NodeAxis:
 
     # ------------------------------------------------------------------------------------ gather
 
-    def _gather(self, tensor: Tensor, per_rank: bool, tag: int) -> Requests:
+    def _gather(
+        self, tensor: Tensor, per_rank: bool, messages: ShardMessages | None, tag: int
+    ) -> Requests:
         number = self._number(WRITTEN)
+        reading = self._number(READ) if messages else 0
         connection = self.group.connection
-        own_shard = tensor[self._shard(tensor, self.rank)]
+        shards = sent = [tensor[self._shard(tensor, rank)] for rank in range(self.size)]
+        if messages:
+            sent = [shard.view(torch.uint8)[: messages.size] for shard in shards]
         requests: list[Any] = []
         for rank in self._on_other_nodes:
-            target = tensor[self._slice_for(tensor, rank, self.local)]
-            requests += connection.receive(target, rank, tag)
+            cut = node_slice(sent[rank].numel(), self.neighbours, self.local)
+            requests += connection.receive(sent[rank][cut], rank, tag)
+        own = sent[self.rank]
         for node, ranks in self._ranks_of.items():
             if node != self._node:
                 for index, rank in enumerate(ranks):
-                    part = own_shard[node_slice(own_shard.numel(), len(ranks), index)]
+                    part = own[node_slice(own.numel(), len(ranks), index)]
                     requests += connection.send(part, rank, tag)
         if requests:
             yield requests
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
+        if messages:
+            for rank in range(self.local, self.size, self.neighbours):
+                messages.read(sent[rank].clone(), rank, shards[rank])
+            yield from self._post(READ, reading)
+            yield from self._reached(READ, reading)
         if per_rank:
             for index, rank in enumerate(self.ranks_on_node):
                 theirs = self._tensor_of(index, tensor)

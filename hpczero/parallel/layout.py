@@ -89,6 +89,13 @@ class UnitLayout:
             if first < last:
                 yield slot, slice(first, last)
 
+    def held_by_all(self, start: int, stop: int) -> list[slice]:
+        """Return the parts of elements start .. stop - 1 that all tensor ranks hold.
+
+        With one tensor rank these are all parameters.
+        """
+        return [part for slot, part in self.spans(start, stop) if not slot.is_split]
+
 
 def unit_layout(
     layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0

@@ -123,6 +123,7 @@ class EngineContext:
             own_model,
             self.update,
             spec.comm.compress == "int8",
+            spec.narrows_gathers,
             spec.schedule.warmup_steps,
         )
 

@@ -16,6 +16,7 @@ from hpczero.parallel.pipeline import partition
 from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.replicas.sizes import FORMS, Form, part_of
 from hpczero.parallel.states import Sharded, shares_nodes
+from hpczero.parallel.zero.gather_sizes import message_size
 from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
 from hpczero.planner.once import Once
 from hpczero.planner.sent import Operations, RepeatedRanks, Sent
@@ -68,20 +69,23 @@ class DataVolumes:
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
         sharded = Sharded.at_stage(self.spec.zero.stage, shared)
         ranks = sum(on_nodes)
-        sizes = tuple(layout.size for layout in self._layouts(ranks, stage, tensor_rank))
+        units = self._layouts(ranks, stage, tensor_rank)
+        sizes = tuple(layout.size for layout in units)
         once = Counter(sizes)
         sums = self.micro_batches if sharded.gradients else 1
         reduced = {size: times * sums for size, times in once.items()}
         gathers = self._gathers(stage, sizes) if sharded.parameters else once
+        gathered = self._gathered(units, len(on_nodes))
+        weights = [(gathered[size], times) for size, times in gathers.items()]
+        gradients = [(size * self._width, times) for size, times in reduced.items()]
         if shared:
-            yield from self._node_shared(reduced, gathers, on_nodes)
+            yield from self._node_shared(reduced, weights, on_nodes)
             return
         for count, nodes in runs(on_nodes):
             elsewhere = ranks - count
-            sent = {size: Sent(*evenly(size * self._width, ranks, elsewhere)) for size in once}
             operations = {
-                "reduce_scatter": summed(sent[size] * times for size, times in reduced.items()),
-                "all_gather": summed(sent[size] * times for size, times in gathers.items()),
+                name: summed(Sent(*evenly(size, ranks, elsewhere)) * times for size, times in each)
+                for name, each in (("reduce_scatter", gradients), ("all_gather", weights))
             }
             yield [operations], count * nodes
 
@@ -93,15 +97,28 @@ class DataVolumes:
         for (ranks, times), ([of_norm], _) in zip(of_shards, norms(on_nodes), strict=True):
             yield [_both(operations, of_norm) for operations in ranks], times
 
+    def _gathered(self, units: Sequence[UnitLayout], nodes: int) -> dict[int, int]:
+        """Return unit's size -> bytes that the gather of its weights brings, in all."""
+        found = {unit.size: unit.size * self._width for unit in units}
+        if nodes > 1 and self.spec.narrows_gathers:
+            for unit in units:
+                if size := message_size(unit, self.spec.parallel.tensor):
+                    found[unit.size] = size * unit.shards
+        return found
+
     def _node_shared(
-        self, reduced: Mapping[int, int], gathers: Mapping[int, int], on_nodes: Sequence[int]
+        self,
+        reduced: Mapping[int, int],
+        gathers: Iterable[tuple[int, int]],
+        on_nodes: Sequence[int],
     ) -> Iterator[RepeatedRanks]:
-        """Yield the volumes of data ranks whose nodes share states (maps: unit's size -> times)."""
+        """Yield the volumes of data ranks whose nodes share states.
+
+        `reduced`: unit's size -> times; `gathers`: (bytes, times).
+        """
         ranks = sum(on_nodes)
         others = len(on_nodes) - 1
-        weights = summed(
-            Sent(0, others * size // ranks * self._width) * times for size, times in gathers.items()
-        )
+        weights = summed(Sent(0, others * (size // ranks)) * times for size, times in gathers)
         for count, nodes in runs(on_nodes):
             elsewhere = ranks - count
             node: list[Operations] = []
@@ -137,7 +154,11 @@ class DataVolumes:
             return
         exchanges = Counter((form, self._exchanged_elements(unit)) for unit in units)
         if form.block and self.spec.parallel.tensor > 1:
-            exact = (_held_by_all(unit, self._exchanged_part(unit, shard)) for unit in units)
+            parts = (self._exchanged_part(unit, shard) for unit in units)
+            exact = (
+                sum(held.stop - held.start for held in unit.held_by_all(part.start, part.stop))
+                for unit, part in zip(units, parts, strict=True)
+            )
             exchanges.update((FORMS["fp32"], elements) for elements in exact if elements)
         sent = [
             sent_in_exchanges(form, elements, on_nodes, times)
@@ -201,12 +222,6 @@ def sent_in_exchanges(
                 "all_gather": Sent(*evenly(average * ranks, ranks, ranks - count)) * times,
             }
         first += count
-
-
-def _held_by_all(unit: UnitLayout, part: slice) -> int:
-    """Return how many of the elements all tensor ranks hold."""
-    spans = unit.spans(part.start, part.stop)
-    return sum(span.stop - span.start for slot, span in spans if not slot.is_split)
 
 
 def norms(on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:

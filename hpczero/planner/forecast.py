@@ -213,13 +213,15 @@ def replicas_left_out(spec: Spec, grid: Grid) -> str:
     Those that need several without any doubt are refused by the rules of a spec.
     """
     optimizer = spec.optimizer
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    compresses = spec.comm.compress == "int8" and not gathers_in_8_bits(spec, grid)
     ways = {
         'optimizer.name = "one_bit_adam"': optimizer.name == "one_bit_adam",
         f"optimizer.outer.every = {optimizer.outer.every}": optimizer.outer.every > 0,
-        'comm.compress = "int8"': spec.comm.compress == "int8" and spec.zero.shard_ranks != "all",
+        'comm.compress = "int8"': compresses,
     }
     wanted = [way for way, is_wanted in ways.items() if is_wanted]
-    if not wanted or grid.shards_and_replicas(spec.zero.shard_ranks).size("replica") > 1:
+    if not wanted or divided.size("replica") > 1:
         return ""
     return (
         f"{wanted[0]} has no effect: zero.shard_ranks = {toml_repr(spec.zero.shard_ranks)} makes "
@@ -270,6 +272,11 @@ def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> li
         for node in nodes
     ]
     return _cut_short(lines, "nodes")
+
+
+def gathers_in_8_bits(spec: Spec, grid: Grid) -> bool:
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    return spec.narrows_gathers and divided.groups_across_nodes("shard") > 0
 
 
 def exchanged(spec: Spec, grid: Grid) -> dict[str, Any] | None:

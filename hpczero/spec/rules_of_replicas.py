@@ -151,10 +151,16 @@ def without_effect_of_replicas(spec: Spec) -> list[str]:
             for key, value in optimizer.outer
             if value != getattr(Outer(), key)
         ]
-    if spec.comm.compress == "int8" and zero.shard_ranks == "all":
+    if spec.comm.compress == "int8" and zero.shard_ranks == "all" and not spec.narrows_gathers:
+        causes = {
+            f"zero.stage = {zero.stage}": zero.stage == 0,
+            f"zero.offload = {toml_repr(zero.offload)}": zero.offload != "none",
+            'train.precision = "fp32"': spec.train.precision == "fp32",
+        }
+        with_ = [cause for cause, is_one in causes.items() if is_one]
         notes.append(
-            'comm.compress = "int8" has no effect with zero.shard_ranks = "all": there are no '
-            "replicas"
+            'comm.compress = "int8" has no effect with zero.shard_ranks = "all", where there are '
+            f"no replicas, and {join_words(with_)}: weights are not gathered in 8 bits"
         )
     if zero.shard_ranks == 1 and zero.stage:
         notes.append(

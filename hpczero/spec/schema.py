@@ -273,7 +273,8 @@ class Comm(Table):
     compress: Literal["none", "int8"] = key(
         "none",
         "changeable",
-        "int8: sums of gradients between replicas are sent in 8 bits (blocks of 256 with a scale)",
+        "int8: sums of gradients between replicas, and half-precision weights that are gathered "
+        "between nodes, are sent in 8 bits (blocks of 256 with a scale)",
     )
     ranks_per_node: int = key(
         0, "site", "test a layout: so many ranks are a node; 0: the real one", ge=0, le=1_000_000
@@ -348,3 +349,9 @@ class Spec(Table):
     def seq_len(self) -> int:
         """Tokens in a sequence that the job reads."""
         return self.data.seq_len or self.model.seq_len
+
+    @property
+    def narrows_gathers(self) -> bool:
+        """True if weights that are gathered between nodes, should there be any, have 8 bits."""
+        is_asked_for = self.comm.compress == "int8" and self.train.precision != "fp32"
+        return is_asked_for and self.zero.stage > 0 and self.zero.offload == "none"

@@ -42,7 +42,7 @@ ALLOWED = {
     "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}
     | {"model.shapes", "model.families", "model.work"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
-    | {"parallel.replicas.exchanged", "parallel.replicas.sizes"}
+    | {"parallel.replicas.exchanged", "parallel.replicas.sizes", "parallel.zero.gather_sizes"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
     | {"parallel.pipeline.simulate"},
     "planner.cluster": {"errors", "env", "spec", "text", "planner.needs"},
@@ -104,6 +104,7 @@ PURE = (
         "parallel.replicas.exchanged",
         "parallel.replicas.sizes",
         "parallel.replicas.turns",
+        "parallel.zero.gather_sizes",
     ),
     *("parallel.pipeline.schedule", "parallel.pipeline.partition", "parallel.pipeline.simulate"),
 )

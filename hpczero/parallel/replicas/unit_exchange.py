@@ -66,8 +66,7 @@ class Exchanger:
             first = 0 if elements == unit.layout.size else unit.shard.start
             self._exact_of[unit] = [
                 slice(part.start - first, part.stop - first)
-                for slot, part in unit.layout.spans(first, first + elements)
-                if not slot.is_split
+                for part in unit.layout.held_by_all(first, first + elements)
             ]
         return self._exact_of[unit]
 

@@ -8,6 +8,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.group import Group, Work, shard
-from hpczero.comm.node_axis import LocalSum
+from hpczero.comm.node_axis import LocalSum, ShardMessages
 from hpczero.device import Device
 from hpczero.parallel.zero.unit import Unit
 
@@ -54,6 +55,7 @@ class DataAxis(Protocol):
     size: int
     shared: bool  # the ranks of a node have one copy of the weights
     neighbours: int  # number of ranks that have that copy, this one included
+    spans_nodes: bool  # states are cut among ranks of several nodes
     device: Device  # of its tensors
 
     @property
@@ -69,11 +71,17 @@ class DataAxis(Protocol):
     def reduce(self, tensor: Tensor, sums: LocalSum) -> Work:
         """Start a reduce-scatter; `sums` adds up, in an order that is the same on all ranks."""
 
-    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
+    def gather(
+        self,
+        tensor: Tensor,
+        per_rank: bool = False,
+        name: str = "",
+        messages: ShardMessages | None = None,
+    ) -> Work:
         """Start an all-gather: every rank's shard of `tensor` comes to all.
 
         `per_rank`: each rank has a tensor of its own, even if the axis shares memory. Gathers of
-        different names do not meet.
+        different names do not meet. `messages` stand for the shards.
         """
 
     def node_barrier(self) -> Work:
@@ -101,6 +109,7 @@ class Messages:
         self.rank = group.rank
         self.size = group.size
         self.device = group.device
+        self.spans_nodes = group.spans_nodes
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         return {}
@@ -116,15 +125,39 @@ class Messages:
             combine=lambda window, parts: sums.into_shard(window, parts, ranks),
         )
 
-    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
-        own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
-        return self.gathers.start_all_gather(tensor, own_shard, name)
+    def gather(
+        self,
+        tensor: Tensor,
+        per_rank: bool = False,
+        name: str = "",
+        messages: ShardMessages | None = None,
+    ) -> Work:
+        if messages is None:
+            own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
+            return self.gathers.start_all_gather(tensor, own_shard, name)
+        # They arrive at the end of the tensor's own memory.
+        arriving = tensor.view(torch.uint8)[-self.size * messages.size :].view(self.size, -1)
+        messages.write(arriving[self.rank])
+        read = partial(_read, messages, arriving, tensor)
+        return self.gathers.start_all_gather(arriving, arriving[self.rank], name, read)
 
     def node_barrier(self) -> Work:
         return self.group.start_barrier()
 
     def close(self) -> None:
         pass
+
+
+def _read(messages: ShardMessages, arrived: Tensor, tensor: Tensor) -> None:
+    """Read all messages, which lie at the end of the tensor's memory.
+
+    As a message is no longer than a shard, no shard reaches into the messages of later ones. The
+    last shards reach into their own.
+    """
+    for rank, (message, own) in enumerate(zip(arrived, tensor.chunk(len(arrived)), strict=True)):
+        after = len(arrived) - rank - 1
+        overlaps = (after + 1) * message.nbytes > after * own.nbytes
+        messages.read(message.clone() if overlaps else message, rank, own)
 
 
 class ShardsAndReplicas:
@@ -142,6 +175,7 @@ class ShardsAndReplicas:
         self.size = inside.size
         self.shared = inside.shared
         self.neighbours = inside.neighbours
+        self.spans_nodes = inside.spans_nodes
         self.device = inside.device
         self.allocate = inside.allocate
         self.written = inside.written

@@ -139,11 +139,11 @@ class Engine(AveragedWeights):
         ):
             yield
 
-    def start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
+    def start_gather(self, unit: Unit, whole: torch.Tensor, exact: bool = False) -> Work:
         if self.reduction.is_open:
             self._gathers.append(unit)
         self.update.complete(unit)
-        return super().start_gather(unit, whole)
+        return super().start_gather(unit, whole, exact)
 
     # -- steps that are carried out later
 

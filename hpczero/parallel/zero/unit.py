@@ -129,6 +129,11 @@ class Unit:
         """Return the parameter's part of a buffer of the whole unit, in its shape."""
         return buffer[slot.offset : slot.stop].view(slot.shape)
 
+    def show(self, whole: torch.Tensor) -> None:
+        """Give the parameters the values of a buffer of the whole unit."""
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            give_values(parameter, self.part(whole, slot))
+
     @property
     def gradient_to_step(self) -> torch.Tensor:
         """The summed gradient of the owned elements."""
@@ -215,10 +220,9 @@ class Unit:
         """
         total = self.squares.new_zeros((), dtype=torch.float64)
         first = self.shard.start
-        for slot, part in self.layout.spans(first, self.shard.stop):
-            if not slot.is_split:
-                gradient = self.reduced_shard[part.start - first : part.stop - first]
-                total += gradient.double().square().sum()
+        for part in self.layout.held_by_all(first, self.shard.stop):
+            gradient = self.reduced_shard[part.start - first : part.stop - first]
+            total += gradient.double().square().sum()
         return total
 
     def gradient_of(self, index: int) -> torch.Tensor:

@@ -25,8 +25,9 @@ from hpczero.parallel.zero import state_dict
 from hpczero.parallel.zero.buffers import Arena, Stock
 from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
+from hpczero.parallel.zero.narrow_gathers import messages_of_units
 from hpczero.parallel.zero.outside import ModuleGuard
-from hpczero.parallel.zero.parameters import give_up_parameter, give_values, hand_back_parameter
+from hpczero.parallel.zero.parameters import give_up_parameter, hand_back_parameter
 from hpczero.parallel.zero.unit import Fill, Unit
 from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
 from hpczero.spec.schema import Optimizer, Train, Zero
@@ -73,7 +74,8 @@ class EngineSettings:
     threads: int = 1
     own_model: bool = False
     update: UpdatePlan = PLAIN_ADAMW
-    compress: bool = False  # the sums over replicas, in 8 bits
+    compress: bool = False  # sums over replicas, in 8 bits
+    narrow_gathers: bool = False  # gathers between nodes, in 8 bits
     warmup_steps: int = 0  # of the learning rate
 
 
@@ -90,8 +92,7 @@ class Weights:
     ) -> None:
         """Give the module its memory; its values come with `fill`.
 
-        `tensor`: the ranks that share what the layers hold; `pipeline`: those that hold the other
-        layers.
+        `tensor`: the ranks that share what layers hold; `pipeline`: those that hold other layers.
         """
         self.module = parts.module
         self.tensor = tensor
@@ -120,11 +121,12 @@ class Weights:
         parameters = [parameter for unit in self.units for parameter in unit.parameters]
         build.install_parameters(self.module, dict(zip(self.names, parameters, strict=True)))
         build.move_unmanaged(self.module, self.device.torch)
+        narrow = settings.narrow_gathers and axis.spans_nodes
+        self._messages = messages_of_units(self.units, tensor, self.pool) if narrow else {}
         self.gatherer = self._gatherer(parts.layers, around) if self.sharded.parameters else None
         own_model = settings.own_model
-        self.outside = (
-            ModuleGuard(nn.Module(), ()) if own_model else ModuleGuard(self.module, self.units)
-        )
+        guarded = self.module, self.units
+        self.outside = ModuleGuard(nn.Module(), ()) if own_model else ModuleGuard(*guarded)
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
         self._hooks = [
             part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer)))
@@ -216,9 +218,12 @@ class Weights:
 
     # -- new weights of owned elements travel to the other ranks
 
-    def start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
-        whole[unit.shard].copy_(unit.weights)
-        return self.axis.gather(whole, name=unit.layout.name)
+    def start_gather(self, unit: Unit, whole: torch.Tensor, exact: bool = False) -> Work:
+        """Start the gather of all weights of a unit that are cut; `exact`: in half precision."""
+        messages = None if exact else self._messages.get(unit)
+        if not messages:
+            whole[unit.shard].copy_(unit.weights)
+        return self.axis.gather(whole, name=unit.layout.name, messages=messages)
 
     def _start_arriving(self, unit: Unit) -> None:
         """Send the unit's new owned weights to the others, and get theirs."""
@@ -226,7 +231,7 @@ class Weights:
             self.gatherer.changed(unit)
             return
         if self.sharded.optimizer:
-            self._arriving[unit] = self.axis.gather(unit.weights)
+            self._arriving[unit] = self.axis.gather(unit.weights, messages=self._messages.get(unit))
         elif self.axis.shared:
             self._arriving[unit] = self.axis.node_barrier()
 
@@ -284,7 +289,7 @@ class Weights:
         copied = [unit for unit in self.units if unit in wanted]
         if not modify and not self.sharded.parameters:
             copied = []
-        copies = {unit: self._copy(unit) for unit in copied}
+        copies = {unit: self._copy(unit, exact=modify) for unit in copied}
         for unit, copy in copies.items():
             self._show(unit, copy)
         try:
@@ -320,24 +325,24 @@ class Weights:
                     self.tensor.broadcast(copy[slot.offset : slot.stop])
         self.axis.group.broadcast(copy)
 
-    def _copy(self, unit: Unit) -> torch.Tensor:
+    def _copy(self, unit: Unit, exact: bool) -> torch.Tensor:
         if not self.sharded.parameters:
             return unit.weights.clone()
         copy = unit.weights.new_empty(unit.layout.size)
-        self.start_gather(unit, copy).wait()
+        self.start_gather(unit, copy, exact).wait()
         return copy
 
     def _show(self, unit: Unit, copy: torch.Tensor) -> None:
         if self.gatherer:
             self.gatherer.show(unit, copy)
         else:
-            _give_values(unit, copy)
+            unit.show(copy)
 
     def _hide(self, unit: Unit) -> None:
         if self.gatherer:
             self.gatherer.release([unit])
         else:
-            _give_values(unit, unit.weights)
+            unit.show(unit.weights)
 
     def _take_changes(self, copies: Mapping[Unit, torch.Tensor]) -> None:
         """Make changed copies of whole weights, equal on all ranks, the weights.
@@ -391,8 +396,3 @@ class Weights:
                     hand_back_parameter(parameter, unit.part(weights, slot))
                 else:
                     give_up_parameter(parameter, slot.parameter.name)
-
-
-def _give_values(unit: Unit, whole: torch.Tensor) -> None:
-    for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        give_values(parameter, unit.part(whole, slot))

@@ -299,29 +299,6 @@ def test_many_operations_of_many_groups_under_way(world: World, narrow: World) -
             assert_same(tensor, sum_of_all)
 
 
-def test_polling_alone_finishes_an_operation(world: World) -> None:
-    tensor = values(world.rank, LONG, torch.float32)
-    work = world.everyone.start_all_reduce(tensor)
-    while not work.poll():
-        pass
-    work.wait()
-    assert_same(tensor, reduced(everyones(world.everyone, LONG, torch.float32)))
-
-
-def test_what_has_been_waited_for_keeps_no_tensors(world: World) -> None:
-    """The device may still be at it: what takes their memory comes later there, too."""
-    group = world.everyone
-    for length in (64, LONG):
-        parts = everyones(group, length, torch.float32)
-        cut = shard(length, group.size, group.rank)
-        output, mine = torch.empty(length, dtype=torch.float32), reduced(parts)[cut].clone()
-        before = [torch._C._storage_Use_Count(at.untyped_storage()._cdata) for at in (output, mine)]
-        group.start_all_gather(output, mine).wait()
-        after = [torch._C._storage_Use_Count(at.untyped_storage()._cdata) for at in (output, mine)]
-        assert after == before
-        assert_same(output, reduced(parts))
-
-
 def test_tensors_of_any_shape_and_parameters(world: World) -> None:
     tensor = torch.nn.Parameter(torch.full((3, 5, 7), float(world.rank)))
     world.everyone.all_reduce(tensor)
@@ -382,21 +359,6 @@ def test_the_ledger_enters_messages_at_the_sender(world: World) -> None:
         assert (entry["bytes"], entry["between"], entry["count"]) == (sent, sent, 1)
         assert entry["seconds"] > 0
     tried.close()
-
-
-def test_what_has_ended_is_forgotten(world: World) -> None:
-    """Also by those who watch over what goes to other nodes."""
-    nodes = world.part(range(world.size), 1)
-    values = [torch.ones(5000) for _ in range(3)]
-    works = [nodes.everyone.start_all_reduce(tensor) for tensor in values]
-    for work in works:
-        work.wait()
-        work.host_sync()
-    progress = nodes.progress
-    assert not progress._in_flight
-    assert not progress._far
-    assert [tensor.mean().item() for tensor in values] == [world.size] * 3
-    nodes.close()
 
 
 def test_collectives_that_differ_in_anything_have_codes_of_their_own(world: World) -> None:

@@ -13,7 +13,7 @@ from hpczero.comm.world import World
 from hpczero.model import families
 from hpczero.planner.sent import Sent
 from hpczero.planner.volumes import Volumes, resolved
-from hpczero.spec.schema import Optimizer, Outer, Spec
+from hpczero.spec.schema import Comm, Optimizer, Outer, Spec
 from tests.support.jobs import EXCHANGES, MODEL, any_job, job, laid_out
 from tests.support.training import train
 
@@ -139,6 +139,44 @@ def test_replicas_that_exchange_in_other_forms(world: World, case: dict[str, Any
         steps = sent_in_steps(nodes, spec)
         for sent in steps[:-1]:  # after the last one workers of local steps come together
             assert sent == expected(spec, nodes), spec
+
+
+def narrow_gathers(ranks: int, everything: bool) -> list[dict[str, Any]]:
+    return [
+        {"stage": stage, "shared": shared, "per_node": per_node, "precision": precision, **parallel}
+        for parallel in (LAYOUTS if ranks % 4 == 0 else LAYOUTS[:1])
+        for precision in ("bf16", "fp32")
+        for per_node in (1, 2)
+        for stage in range(4)
+        for shared in (False, True)
+    ]
+
+
+@pytest.mark.cases(of=narrow_gathers)
+@pytest.mark.few(8)
+def test_weights_that_are_gathered_in_8_bits(world: World, case: dict[str, Any]) -> None:
+    parallel = {axis: case[axis] for axis in ("tensor", "pipeline") if axis in case}
+    zero = {"stage": case["stage"], "node_shared": case["shared"]}
+    with laid_out(world, case["per_node"]) as nodes:
+        spec = job(7, zero=zero, precision=case["precision"], **parallel)
+        for each in (spec, spec.model_copy(update={"comm": Comm(compress="int8")})):
+            found = sent_in_steps(nodes, each)
+            assert found == [expected(each, nodes)] * len(found), each
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_8_bits_are_half_of_16(world: World) -> None:
+    """And a scale for each block of 256; of stage 1, between nodes, weights of every unit once."""
+    spec = job(7, zero={"stage": 1, "node_shared": False})
+    with laid_out(world, 1) as nodes:
+        plain, narrow = (
+            sent_in_steps(nodes, each)[0]["data"]
+            for each in (spec, spec.model_copy(update={"comm": Comm(compress="int8")}))
+        )
+    norm = 8 * (world.size - 1)
+    ratio = (narrow["all_gather"].between - norm) / (plain["all_gather"].between - norm)
+    assert plain["reduce_scatter"] == narrow["reduce_scatter"]
+    assert 0.5 < ratio < 0.53
 
 
 @pytest.mark.ranks(2, 4)

@@ -120,6 +120,14 @@ def test_shards_inside_nodes_spare_the_network(stage: int) -> None:
     assert inside < everywhere / (8 if stage == 3 else 3)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_are_gathered_in_8_bits_take_less(stage: int) -> None:
+    """Gathers half as long, sums of gradients as long as before; much of both is hidden."""
+    plain = data_seconds(SLOW, stage=stage)
+    narrow = data_seconds(SLOW, stage=stage, comm=Comm(compress="int8"))
+    assert 0.5 * plain < narrow < plain
+
+
 def test_smaller_messages_of_replicas_take_less() -> None:
     sums = data_seconds(SLOW, shard_ranks="node")
     compressed = data_seconds(SLOW, shard_ranks="node", comm=Comm(compress="int8"))

@@ -147,10 +147,18 @@ def spec(shard_ranks: Any = "node", precision: Any = "bf16", **changes: Any) -> 
         (
             spec("all", "fp32", comm=Comm(compress="int8")),
             [
-                'comm.compress = "int8" has no effect with zero.shard_ranks = "all": there are '
-                "no replicas"
+                'comm.compress = "int8" has no effect with zero.shard_ranks = "all", where there '
+                'are no replicas, and train.precision = "fp32": weights are not gathered in 8 bits'
             ],
         ),
+        (
+            spec("all", "bf16", comm=Comm(compress="int8"), zero={"stage": 0}),
+            [
+                'comm.compress = "int8" has no effect with zero.shard_ranks = "all", where there '
+                "are no replicas, and zero.stage = 0: weights are not gathered in 8 bits"
+            ],
+        ),
+        (spec("all", "bf16", comm=Comm(compress="int8")), []),
         (spec(2, "bf16", comm=Comm(compress="int8")), []),
         (spec(2, "fp32", comm=Comm(compress="int8")), []),
         (
