@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.group import Work, shard
-from hpczero.comm.node_axis import LocalSum
+from hpczero.comm.node_axis import LocalSum, ShardMessages
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
@@ -28,6 +28,7 @@ class ShardReplica:
     replicas = None  # it sums over them by itself
     shared = False
     neighbours = 1
+    spans_nodes = False
 
     def __init__(self, world: World, grid: Grid) -> None:
         self.group = world.group("data", grid.ranks(world.rank, "shard", "replica"))
@@ -48,7 +49,14 @@ class ShardReplica:
         sums.into_shard(slice(0, len(parts[0])), parts, places)
         return self.group.start_barrier()
 
-    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
+    def gather(
+        self,
+        tensor: Tensor,
+        per_rank: bool = False,
+        name: str = "",
+        messages: ShardMessages | None = None,
+    ) -> Work:
+        assert messages is None
         own = tensor[shard(len(tensor), self.size, self.rank)]
         return self.shards.start_all_gather(tensor, own, name)
 
