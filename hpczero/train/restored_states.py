@@ -76,7 +76,6 @@ class _Reader:
             if there or name != "weights":
                 self._into(_named(update.own_states, name), there, name)
         update.take_numbers(self._numbers(), self._checkpoint.content.state.updates)
-        engine.follow_update()
         return self._notes
 
     def _numbers(self) -> dict[str, float]:

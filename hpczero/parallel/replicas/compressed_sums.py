@@ -4,7 +4,7 @@ from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
 from hpczero.parallel.zero.data_axis import Replicas
 from hpczero.parallel.zero.unit import Unit
-from hpczero_kernels.cpu import Pool
+from hpczero.parallel.zero.weights import Weights
 
 
 class CompressedSum:
@@ -30,8 +30,8 @@ class CompressedSum:
 
 
 class CompressedSums:
-    def __init__(self, replicas: Replicas, tensor_ranks: int, pool: Pool) -> None:
-        self._exchanger = Exchanger(replicas, "int8", tensor_ranks, pool)
+    def __init__(self, weights: Weights, replicas: Replicas) -> None:
+        self._exchanger = Exchanger(weights, replicas, "int8")
 
     def start(self, unit: Unit) -> CompressedSum:
         """Start the sum of the unit's shard over the replicas, in place."""

@@ -30,6 +30,10 @@ class Errors:
     sent: Tensor | None = None
     served: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.sent, self.served) if tensor is not None)
+
 
 class Exchange:
     """One exchange; it does not change the values, of which it needs none once it is made."""

@@ -42,15 +42,11 @@ class LocalSteps(AdamWUpdate):
         """`tied`: units that other stages have too, and that have the first turn on each."""
         super().__init__(weights, absent)
         self._outer_options = self.settings.optimizer.outer
-        tensor = weights.tensor.size if weights.tensor else 1
-        precision = self._outer_options.precision
-        self._exchanger = Exchanger(replicas, precision, tensor, weights.pool)
-        self._exact = Exchanger(replicas, "fp32", tensor, weights.pool)
+        self._exchanger = Exchanger(weights, replicas, self._outer_options.precision)
+        self._exact = Exchanger(weights, replicas, "fp32")
         self.outer = {unit: unit.master.clone() for unit in self.units}
         self.momentum = {unit: unit.master.new_zeros(unit.master.shape) for unit in self.units}
-        self.errors: dict[Unit, Errors] = {
-            unit: self._exchanger.errors_of(unit.master) for unit in self.units
-        }
+        self.errors = self._exchanger.no_errors()
         untied = [unit for unit in self.units if unit not in tied]
         sizes = [unit.layout.size for unit in untied]
         self._fragments = [
@@ -69,9 +65,8 @@ class LocalSteps(AdamWUpdate):
 
     def memory(self) -> dict[str, int]:
         kept = [self._d, *self.outer.values(), *self.momentum.values()]
-        for errors in self.errors.values():
-            kept += [tensor for tensor in (errors.sent, errors.served) if tensor is not None]
-        return {"exchange": sum(tensor.nbytes for tensor in kept)}
+        errors = sum(each.nbytes for each in self.errors.values())
+        return {"exchange": errors + sum(tensor.nbytes for tensor in kept)}
 
     def begin_average(self) -> None:
         """Begin with the present weights, the same on all replicas, as the outer ones."""

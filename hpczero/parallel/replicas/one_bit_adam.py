@@ -23,7 +23,6 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
 from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
 from hpczero.parallel.zero.unit import Unit
@@ -40,11 +39,8 @@ class OneBitAdam(AdamWUpdate):
 
     def __init__(self, weights: Weights, absent: AbsentGradients, replicas: Replicas) -> None:
         super().__init__(weights, absent)
-        tensor = weights.tensor.size if weights.tensor else 1
-        self._exchanger = Exchanger(replicas, "1bit", tensor, weights.pool)
-        self.errors: dict[Unit, Errors] = {
-            unit: self._exchanger.errors_of(unit.master) for unit in self.units
-        }
+        self._exchanger = Exchanger(weights, replicas, "1bit")
+        self.errors = self._exchanger.no_errors()
         self._groups = weights.groups  # that have the other elements of this replica's model
         self.frozen = 0
         self._seen = 0, 0.0  # the update after which v was looked at last, and its norm then
@@ -59,10 +55,8 @@ class OneBitAdam(AdamWUpdate):
         return self.frozen > 0
 
     def memory(self) -> dict[str, int]:
-        errors = [tensor for one in self.errors.values() for tensor in (one.sent, one.served)]
-        return {
-            "exchange": sum(tensor.nbytes for tensor in (self._u, *errors) if tensor is not None)
-        }
+        errors = sum(each.nbytes for each in self.errors.values())
+        return {"exchange": errors + self._u.nbytes}
 
     def reads_on_host(self) -> bool:
         return self.gradients_differ or super().reads_on_host()

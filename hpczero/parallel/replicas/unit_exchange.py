@@ -14,27 +14,31 @@ from hpczero.parallel.replicas.exchange import Errors, Exchange
 from hpczero.parallel.replicas.sizes import FORMS, part_of
 from hpczero.parallel.zero.data_axis import Replicas
 from hpczero.parallel.zero.unit import Unit
-from hpczero_kernels.cpu import Pool
+from hpczero.parallel.zero.weights import Weights
 
 _EXACT = codec_of(FORMS["fp32"])
 
 
 class Exchanger:
-    """Starts exchanges in one form. `tensor_ranks`: number of those that share parameters."""
+    """Starts exchanges of units' elements in one form."""
 
-    def __init__(self, replicas: Replicas, form: str, tensor_ranks: int, pool: Pool) -> None:
+    def __init__(self, weights: Weights, replicas: Replicas, form: str) -> None:
         self.replicas = replicas
-        self.codec = codec_of(FORMS[form], pool)
-        self._may_part = tensor_ranks > 1 and self.codec.form.block > 0
+        self.codec = codec_of(FORMS[form], weights.pool)
+        self._units = weights.units
+        self._may_part = weights.tensor is not None and self.codec.form.block > 0
         self._exact_of: dict[Unit, list[slice]] = {}
 
-    def errors_of(self, elements: Tensor) -> Errors:
-        """Return no errors yet, of what is sent of so many elements; none are kept of floats."""
+    def no_errors(self) -> dict[Unit, Errors]:
+        """Return what is left out so far, of all owned elements: nothing. Floats keep no errors."""
         if not self.codec.form.block:
-            return Errors()
-        part = self.part(elements.numel(), self.replicas.number)
-        sent = torch.zeros_like(elements, dtype=torch.float32)
-        return Errors(sent, sent.new_zeros(part.stop - part.start))
+            return {unit: Errors() for unit in self._units}
+        found = {}
+        for unit in self._units:
+            part = self.part(unit.master.numel(), self.replicas.number)
+            sent = torch.zeros_like(unit.master)
+            found[unit] = Errors(sent, sent.new_zeros(part.stop - part.start))
+        return found
 
     def part(self, elements: int, replica: int) -> slice:
         """Return the elements, of so many, of which a replica makes the average."""

@@ -72,16 +72,14 @@ class Engine(AveragedWeights):
             self.reduction.on_complete = self.gatherer.forget
         sums = self.reduction.replicas
         if axis.replicas and settings.compress:
-            ranks = tensor.size if tensor else 1
-            sums.make = CompressedSums(axis.replicas, ranks, self.pool).start
-        self._make_sum = sums.make
+            sums.make = CompressedSums(self, axis.replicas).start
         watches = not settings.own_model
         self.alike = Agreement(axis, tensor, pipeline) if watches else None
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
         others, elsewhere = self._others, self.counted_elsewhere
         self._norm = GradientNorm(self.units, axis, tensor, others, self.alike, elsewhere)
         self.update = self._made_update(list(tied))
-        self.follow_update()
+        sums.differ = lambda: self.update.gradients_differ
         self._had_backward: set[Unit] = set()  # in this step
         self.on_backward: Callable[[], None] | None = None  # called when the first of a step begins
         self._is_last = False  # the backward that runs, or ran last, is the last of the step
@@ -112,11 +110,6 @@ class Engine(AveragedWeights):
         """Number of replicas that step by gradients of their own, or 1."""
         replicas = self.axis.replicas
         return replicas.count if replicas and self.update.gradients_differ else 1
-
-    def follow_update(self) -> None:
-        """Sum gradients over the replicas from now on, or not, as the update wants it."""
-        differ = self.update.gradients_differ
-        self.reduction.replicas.make = None if differ else self._make_sum
 
     def memory(self) -> dict[str, int]:
         return super().memory() | self.update.memory()
@@ -318,7 +311,6 @@ class Engine(AveragedWeights):
         if finite:
             self.absent.updated()
             self.update.carried_out(number)
-            self.follow_update()
         self.absent.begin_step()
         self.outside.accept()
         if self.alike and norm < 0:
@@ -347,7 +339,6 @@ class Engine(AveragedWeights):
         self.loss_scale = LossScale.first(self.settings.train)
         self.update.take_numbers({}, 0)
         self.update.start()
-        self.follow_update()
 
     def parameter_count(self) -> int:
         """Return the size of the whole model. Collective where that is on several stages."""

@@ -39,9 +39,10 @@ class PlainSum:
 
 
 class ReplicaSums:
-    """The sums of a step. `make` starts one; None: gradients of replicas are to differ.
+    """The sums of a step. `make` starts one; None: there are no replicas.
 
-    `begun`: the units whose sums have begun, until `finish`.
+    `differ` tells whether gradients of replicas are to differ from now on. `begun`: the units whose
+    sums have begun, until `finish`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ReplicaSums:
         self.make: Callable[[Unit], Sum] | None = None
         if replicas:
             self.make = lambda unit: PlainSum(unit, replicas.group)
+        self.differ: Callable[[], bool] = lambda: False
         self.begun: set[Unit] = set()
         self._pool = pool
         self._on_summed = on_summed
@@ -61,13 +63,14 @@ class ReplicaSums:
 
     @property
     def are_summed(self) -> bool:
-        return self.make is not None
+        return self.make is not None and not self.differ()
 
     def start(self, unit: Unit) -> None:
         """Start the sum of the unit's shard, which has the sum of this replica's ranks."""
-        if self.make is None:
+        if not self.are_summed:
             self._on_summed(unit)
             return
+        assert self.make
         self.begun.add(unit)
         self._in_flight[unit] = self.make(unit)
 
@@ -81,7 +84,7 @@ class ReplicaSums:
 
     def finish(self, units: Sequence[Unit]) -> None:
         """Bring all sums to their end, those of these units included, begun or not."""
-        for unit in units if self.make else ():
+        for unit in units if self.are_summed else ():
             if unit not in self.begun:
                 self.start(unit)
         for unit, work in list(self._in_flight.items()):
