@@ -52,14 +52,3 @@ def part_of(form: Form, elements: int, replicas: int, replica: int) -> slice:
     """Return the elements that a replica averages."""
     length = form.part(elements, replicas)
     return slice(min(replica * length, elements), min((replica + 1) * length, elements))
-
-
-def sent_in_exchange(form: Form, elements: int, replicas: int, replica: int) -> tuple[int, int]:
-    """Return the bytes that a replica sends to each of the others in the second pass, and in all.
-
-    That is (of the all_gather to one, of the all_to_all to all).
-    """
-    gathered = form.message(form.part(elements, replicas))
-    parts = (part_of(form, elements, replicas, other) for other in range(replicas))
-    messages = [form.message(part.stop - part.start) for part in parts]
-    return gathered, sum(messages) - messages[replica]

@@ -170,7 +170,6 @@ class ShardsAndReplicas:
         """`group`: all data ranks, those `inside` one after the other, then the next replica's."""
         self.group = group
         self.replicas: Replicas | None = replicas
-        self.inside = inside
         self.rank = inside.rank
         self.size = inside.size
         self.shared = inside.shared

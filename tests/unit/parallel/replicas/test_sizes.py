@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hpczero.model import families
 from hpczero.parallel.layout import unit_layout
 from hpczero.parallel.replicas.exchanged import Exchanged
-from hpczero.parallel.replicas.sizes import FORMS, part_of, sent_in_exchange
+from hpczero.parallel.replicas.sizes import FORMS, part_of
+from hpczero.planner.data_volumes import sent_in_exchanges
+from hpczero.planner.sent import Sent
 from hpczero.spec.schema import Model, Optimizer, Outer, Spec, Train, Zero
 
 GPT = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)
@@ -62,9 +64,12 @@ def test_what_a_replica_sends_is_what_the_others_receive(
     whole = {"1bit": 2048, "int8": 256, "int4": 256}.get(name, 64)
     part = next(length for length in range(whole, 10**6, whole) if length * count >= elements)
     lengths = [max(0, min(part, elements - part * to)) for to in range(count)]
-    for sender in range(count):
+    sent = list(sent_in_exchanges(form, elements, [1] * count, 1))
+    assert len(sent) == count
+    for sender, operations in enumerate(sent):
         first = sum(message(name, lengths[to]) for to in range(count) if to != sender)
-        assert sent_in_exchange(form, elements, count, sender) == (message(name, part), first)
+        assert operations["all_to_all"] == Sent(0, first)
+        assert operations["all_gather"] == Sent(0, (count - 1) * message(name, part))
 
 
 def units(shards: int) -> list[int]:
@@ -84,8 +89,8 @@ def sent(name: str, shards: int, workers: int) -> int:
     """Return the bytes that the first replica sends in an exchange of all units."""
     total = 0
     for elements in units(shards):
-        gathered, first = sent_in_exchange(FORMS[name], elements, workers, 0)
-        total += first + (workers - 1) * gathered
+        first = next(sent_in_exchanges(FORMS[name], elements, [1] * workers, 1))
+        total += sum(operation.between for operation in first.values())
     return total
 
 
