@@ -62,7 +62,6 @@ class Group:
         node = node_of_rank[self.ranks[rank]]
         self._on_other_node = [node_of_rank[peer] != node for peer in self.ranks]
         self._count_on_other_nodes = sum(self._on_other_node)
-        self.spans_nodes = self._count_on_other_nodes > 0
         self._collectives = 0
         self._signatures: dict[object, Signature] = {}
         self._messages_started: dict[tuple[str, int], int] = {}

@@ -52,8 +52,8 @@ class ShardMessages(Protocol):
 
     size: int  # bytes of each message
 
-    def write(self, message: Tensor) -> None:
-        """Write the message of this rank's shard."""
+    def write(self, message: Tensor, rank: int) -> None:
+        """Write the message of the shard of `rank`, which is this one."""
 
     def read(self, message: Tensor, rank: int, shard: Tensor) -> None:
         """Read the message of the shard of `rank`, also of this one: all have the same values."""
@@ -81,7 +81,6 @@ class NodeAxis:
             self._ranks_of[node].append(rank)
         self.ranks_on_node = self._ranks_of[self._node]
         self.neighbours = len(self.ranks_on_node)
-        self.spans_nodes = len(self._ranks_of) > 1
         self.local = self.ranks_on_node.index(self.rank)
         self._on_other_nodes = [rank for rank in range(self.size) if rank not in self.ranks_on_node]
         # Pieces in the buffer in a round: sums for other nodes' ranks, and other nodes' sums. The
@@ -136,14 +135,15 @@ class NodeAxis:
     ) -> Work:
         """Bring every shard to all: once per node, or (`per_rank`) into each rank's own tensor.
 
-        `messages` stand for the shards.
+        `messages` stand for the shards, where nodes have one tensor.
         """
+        assert not (per_rank and messages)
         sent = tensor.numel() // self.size * tensor.element_size()
         read = (self.size - 1) * sent if per_rank else 0
         if messages:
             sent = messages.size
             own = tensor[self._shard(tensor, self.rank)]
-            messages.write(own.view(torch.uint8)[:sent])
+            messages.write(own.view(torch.uint8)[:sent], self.rank)
         steps = self._gather(tensor, per_rank, messages, self.group.next_tag())
         between = (len(self._ranks_of) - 1) * sent
         return self.group.start_steps("all_gather", steps, between, read)

@@ -77,7 +77,7 @@ class Work:
         """`queue` takes what the steps ask of the device."""
         self.done = False
         self.queue = queue
-        self.tensors: Sequence[object] = ()  # kept for the device until it is done with them
+        self.tensors: Sequence[object] = ()  # kept until waited for, or done
         self.point = point
         self.what = what
         self.ticket = progress.trace.started(what, size, point.number)

@@ -76,7 +76,7 @@ class Layout:
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     exchanged: dict[str, Any] | None  # what replicas send in place of gradients' plain sums
-    gathers_in_8_bits: bool  # of weights, between nodes
+    gathers: str  # form of weights that are gathered, if not the model's precision; else ""
     memory: dict[str, Any] | None  # `planner.forecast`
     time: "Outlook | None"  # None where the cluster is not known, too
     left_out: list[str]  # what the spec asks for and these ranks do not do
@@ -148,7 +148,7 @@ def _layout(spec: Spec, on: "Allocation", node: "Hardware", platform: "Platform"
         stages=stages,
         sent=sent,
         exchanged=forecast.exchanged(spec, grid),
-        gathers_in_8_bits=forecast.gathers_in_8_bits(spec, grid),
+        gathers=forecast.form_of_gathers(spec, grid),
         memory=memory,
         time=time,
         left_out=forecast.left_out(spec, grid),
@@ -300,8 +300,8 @@ def _topology(layout: Layout) -> list[str]:
         head = "in a step, by the rank that sends the most and by all ranks, "
         head += "inside nodes and between them"
         between = exchanged_in_lines(layout.exchanged)
-        if layout.gathers_in_8_bits:
-            between.append("weights are gathered between nodes in 8 bits")
+        if layout.gathers:
+            between.append(f"weights are gathered in {layout.gathers}")
         lines += _titled("sent", [head, *sent_in_lines(layout.sent), *between])
     return lines
 

@@ -53,9 +53,11 @@ from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, Vocabular
 from hpczero.parallel.user_module import Layers
 from hpczero.parallel.zero.data_axis import DataAxis, Messages, Replicas, ShardsAndReplicas
 from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.engine_settings import EngineSettings
+from hpczero.parallel.zero.gather_sizes import gathers_in_8_bits
 from hpczero.parallel.zero.state_dict import InitialValues, no_values
 from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
-from hpczero.parallel.zero.weights import DTYPES, EngineSettings, ModelParts
+from hpczero.parallel.zero.weights import DTYPES, ModelParts
 from hpczero.spec.schema import Spec
 
 # the roles of modules among tensor ranks
@@ -123,7 +125,7 @@ class EngineContext:
             own_model,
             self.update,
             spec.comm.compress == "int8",
-            spec.narrows_gathers,
+            gathers_in_8_bits(spec, self.grid),
             spec.schedule.warmup_steps,
         )
 

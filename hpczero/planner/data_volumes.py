@@ -16,7 +16,7 @@ from hpczero.parallel.pipeline import partition
 from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.replicas.sizes import FORMS, Form, part_of
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.parallel.zero.gather_sizes import message_size
+from hpczero.parallel.zero.gather_sizes import message_sizes
 from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
 from hpczero.planner.once import Once
 from hpczero.planner.sent import Operations, RepeatedRanks, Sent
@@ -60,11 +60,17 @@ class DataVolumes:
         return self.units(shards).of(layers, tensor_rank)
 
     def of_shards(
-        self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
+        self,
+        stage: int,
+        tensor_rank: int,
+        on_nodes: Sequence[int],
+        cut_alike: bool,
+        in_8_bits: bool = False,
     ) -> Iterator[RepeatedRanks]:
         """Yield the volumes of the data ranks that have one copy of the states, without the norm.
 
         They have so many ranks on each of their nodes. `cut_alike`: `Grid.nodes_cut_data_alike`.
+        `in_8_bits`: weights are gathered so.
         """
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
         sharded = Sharded.at_stage(self.spec.zero.stage, shared)
@@ -75,9 +81,12 @@ class DataVolumes:
         sums = self.micro_batches if sharded.gradients else 1
         reduced = {size: times * sums for size, times in once.items()}
         gathers = self._gathers(stage, sizes) if sharded.parameters else once
-        gathered = self._gathered(units, len(on_nodes))
-        weights = [(gathered[size], times) for size, times in gathers.items()]
         gradients = [(size * self._width, times) for size, times in reduced.items()]
+        messages = message_sizes(units, self.spec.parallel.tensor) if in_8_bits else {}
+        weights = [
+            (ranks * messages[size] if size in messages else size * self._width, times)
+            for size, times in gathers.items()
+        ]
         if shared:
             yield from self._node_shared(reduced, weights, on_nodes)
             return
@@ -90,21 +99,17 @@ class DataVolumes:
             yield [operations], count * nodes
 
     def of_data(
-        self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
+        self,
+        stage: int,
+        tensor_rank: int,
+        on_nodes: Sequence[int],
+        cut_alike: bool,
+        in_8_bits: bool = False,
     ) -> Iterator[RepeatedRanks]:
         """Yield the volumes of data ranks without replicas: `of_shards`, and the norm."""
-        of_shards = self.of_shards(stage, tensor_rank, on_nodes, cut_alike)
+        of_shards = self.of_shards(stage, tensor_rank, on_nodes, cut_alike, in_8_bits)
         for (ranks, times), ([of_norm], _) in zip(of_shards, norms(on_nodes), strict=True):
             yield [_both(operations, of_norm) for operations in ranks], times
-
-    def _gathered(self, units: Sequence[UnitLayout], nodes: int) -> dict[int, int]:
-        """Return unit's size -> bytes that the gather of its weights brings, in all."""
-        found = {unit.size: unit.size * self._width for unit in units}
-        if nodes > 1 and self.spec.narrows_gathers:
-            for unit in units:
-                if size := message_size(unit, self.spec.parallel.tensor):
-                    found[unit.size] = size * unit.shards
-        return found
 
     def _node_shared(
         self,

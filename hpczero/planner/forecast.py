@@ -12,6 +12,7 @@ from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.states import shares_nodes
+from hpczero.parallel.zero.gather_sizes import FORM, gathers_in_8_bits
 from hpczero.planner.fit import NodeLimits, as_it_fits, close_calls, kinds_in_words
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.needs import Hardware, NodeNeed, of_account
@@ -203,8 +204,8 @@ def sharing_left_out(zero: Zero, grid: Grid) -> str:
 
 def left_out(spec: Spec, grid: Grid) -> list[str]:
     """Return what the spec asks for and these ranks do not do."""
-    found = sharing_left_out(spec.zero, grid), replicas_left_out(spec, grid)
-    return [what for what in found if what]
+    left_out = (sharing_left_out(spec.zero, grid), replicas_left_out(spec, grid))
+    return [what for what in (*left_out, compression_left_out(spec, grid)) if what]
 
 
 def replicas_left_out(spec: Spec, grid: Grid) -> str:
@@ -213,20 +214,35 @@ def replicas_left_out(spec: Spec, grid: Grid) -> str:
     Those that need several without any doubt are refused by the rules of a spec.
     """
     optimizer = spec.optimizer
-    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
-    compresses = spec.comm.compress == "int8" and not gathers_in_8_bits(spec, grid)
     ways = {
         'optimizer.name = "one_bit_adam"': optimizer.name == "one_bit_adam",
         f"optimizer.outer.every = {optimizer.outer.every}": optimizer.outer.every > 0,
-        'comm.compress = "int8"': compresses,
     }
     wanted = [way for way, is_wanted in ways.items() if is_wanted]
-    if not wanted or divided.size("replica") > 1:
+    if not wanted or grid.shards_and_replicas(spec.zero.shard_ranks).size("replica") > 1:
         return ""
     return (
         f"{wanted[0]} has no effect: zero.shard_ranks = {toml_repr(spec.zero.shard_ranks)} makes "
         f"the {format_count(grid.size('data'), 'data rank')} one worker, which has nobody to "
         "exchange with; a number that is smaller makes several"
+    )
+
+
+def compression_left_out(spec: Spec, grid: Grid) -> str:
+    """Return why nothing is compressed though it is asked for; "" if something is.
+
+    Where no number of ranks would change that, the rules of a spec say so.
+    """
+    may_be = spec.zero.shard_ranks != "all" or spec.compresses_gathers
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    if spec.comm.compress == "none" or not may_be or divided.size("replica") > 1:
+        return ""
+    if gathers_in_8_bits(spec, grid):
+        return ""
+    return (
+        'comm.compress = "int8" has no effect: the '
+        f"{format_count(grid.size('data'), 'data rank')} have one copy of the states together, and "
+        "no weights are gathered between nodes in half precision"
     )
 
 
@@ -274,11 +290,6 @@ def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> li
     return _cut_short(lines, "nodes")
 
 
-def gathers_in_8_bits(spec: Spec, grid: Grid) -> bool:
-    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
-    return spec.narrows_gathers and divided.groups_across_nodes("shard") > 0
-
-
 def exchanged(spec: Spec, grid: Grid) -> dict[str, Any] | None:
     """Return what replicas send in place of gradients' plain sums; None if there is no such."""
     exchange = Exchanged.by(spec)
@@ -291,6 +302,11 @@ def exchanged(spec: Spec, grid: Grid) -> dict[str, Any] | None:
         "warm_up": exchange.warm_up,
         "words": exchange.in_words(),
     }
+
+
+def form_of_gathers(spec: Spec, grid: Grid) -> str:
+    """Return the form of weights that are gathered; "" if that is the model's precision."""
+    return FORM.name if gathers_in_8_bits(spec, grid) else ""
 
 
 def exchanged_in_lines(exchanged: dict[str, Any] | None) -> list[str]:

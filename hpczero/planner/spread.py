@@ -151,14 +151,15 @@ class _Between:
         volumes, on_nodes, shards = self._volumes, found[axis].on_nodes, found["shard"].ranks
         batches, among_data = volumes.batches(0), volumes.among_data
         workers = among_data.workers(shards)
+        in_8_bits = volumes.spec.compresses_gathers and found["shard"].nodes > 1
         if axis == "pipeline":
             return _between(volumes.of_pipeline(0, batches, on_nodes, shards))
         if axis == "data" and found["replica"].ranks > 1:
             return _between(norms(on_nodes))
         ways = {
             "tensor": lambda stage: volumes.of_tensor(stage, batches, on_nodes, workers),
-            "data": lambda stage: among_data.of_data(stage, 0, on_nodes, True),
-            "shard": lambda stage: among_data.of_shards(stage, 0, on_nodes, True),
+            "data": lambda stage: among_data.of_data(stage, 0, on_nodes, True, in_8_bits),
+            "shard": lambda stage: among_data.of_shards(stage, 0, on_nodes, True, in_8_bits),
             "replica": lambda stage: among_data.of_replicas(stage, 0, shards, 0, on_nodes),
         }
         sent = [_between(ways[axis](stage)) for stage in self._stages]

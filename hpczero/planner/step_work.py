@@ -263,7 +263,9 @@ class StepWork:
         reduced = gathered = _NONE
         joined: tuple[Repeated, ...] = ()
         if shard.ranks > 1:
-            totals = GroupVolumes(among_data.of_data(stage, 0, shard.on_nodes, True)).totals
+            in_8_bits = self.spec.compresses_gathers and shard.nodes > 1
+            of_data = among_data.of_data(stage, 0, shard.on_nodes, True, in_8_bits)
+            totals = GroupVolumes(of_data).totals
             sums, weights = (totals[name].rank for name in ("reduce_scatter", "all_gather"))
             gathers = 2 * passes if self.sharded.parameters else 1
             reduced = Repeated("reduce_scatter", held.units * passes, sums)

@@ -52,6 +52,7 @@ from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_r
 from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded
+from hpczero.parallel.zero.gather_sizes import gathers_in_8_bits
 from hpczero.planner.activations import element_bytes
 from hpczero.planner.data_volumes import DataVolumes, norm, norms, runs, summed
 from hpczero.planner.once import Once
@@ -71,6 +72,7 @@ class _At(NamedTuple):
     grid: Grid
     grids: dict[str, Grid]
     shards: int
+    in_8_bits: bool  # weights are gathered so
 
 
 def resolved(spec: Spec, node_of_rank: Sequence[int]) -> Parallel:
@@ -158,7 +160,8 @@ class Volumes:
     def _at(self, grid: Grid) -> _At:
         shard_ranks = self.spec.zero.shard_ranks
         shards = grid.shards_and_replicas(shard_ranks).size("shard")
-        return _At(grid, grid.by_axis(shard_ranks), shards)
+        in_8_bits = gathers_in_8_bits(self.spec, grid)
+        return _At(grid, grid.by_axis(shard_ranks), shards, in_8_bits)
 
     def _of_group(self, at: _At, axis: str, group: Sequence[int]) -> GroupVolumes:
         """Return the volumes of a group, computed once for all groups that are alike."""
@@ -175,7 +178,7 @@ class Volumes:
         elif axis in ("data", "shard"):
             of = among_data.of_data if axis == "data" else among_data.of_shards
             divided = at.grids.get("shard", grid)
-            key = of, *place, on_nodes, divided.nodes_cut_data_alike
+            key = of, *place, on_nodes, divided.nodes_cut_data_alike, at.in_8_bits
         elif axis == "replica":
             shard = 0  # only shares of what tensor ranks hold in common differ
             if grid.size("tensor") > 1:

@@ -151,7 +151,7 @@ def without_effect_of_replicas(spec: Spec) -> list[str]:
             for key, value in optimizer.outer
             if value != getattr(Outer(), key)
         ]
-    if spec.comm.compress == "int8" and zero.shard_ranks == "all" and not spec.narrows_gathers:
+    if spec.comm.compress == "int8" and zero.shard_ranks == "all" and not spec.compresses_gathers:
         causes = {
             f"zero.stage = {zero.stage}": zero.stage == 0,
             f"zero.offload = {toml_repr(zero.offload)}": zero.offload != "none",

@@ -351,7 +351,7 @@ class Spec(Table):
         return self.data.seq_len or self.model.seq_len
 
     @property
-    def narrows_gathers(self) -> bool:
+    def compresses_gathers(self) -> bool:
         """True if weights that are gathered between nodes, should there be any, have 8 bits."""
         is_asked_for = self.comm.compress == "int8" and self.train.precision != "fp32"
         return is_asked_for and self.zero.stage > 0 and self.zero.offload == "none"

@@ -55,7 +55,6 @@ class DataAxis(Protocol):
     size: int
     shared: bool  # the ranks of a node have one copy of the weights
     neighbours: int  # number of ranks that have that copy, this one included
-    spans_nodes: bool  # states are cut among ranks of several nodes
     device: Device  # of its tensors
 
     @property
@@ -109,7 +108,6 @@ class Messages:
         self.rank = group.rank
         self.size = group.size
         self.device = group.device
-        self.spans_nodes = group.spans_nodes
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         return {}
@@ -137,7 +135,7 @@ class Messages:
             return self.gathers.start_all_gather(tensor, own_shard, name)
         # They arrive at the end of the tensor's own memory.
         arriving = tensor.view(torch.uint8)[-self.size * messages.size :].view(self.size, -1)
-        messages.write(arriving[self.rank])
+        messages.write(arriving[self.rank], self.rank)
         read = partial(_read, messages, arriving, tensor)
         return self.gathers.start_all_gather(arriving, arriving[self.rank], name, read)
 
@@ -174,7 +172,6 @@ class ShardsAndReplicas:
         self.size = inside.size
         self.shared = inside.shared
         self.neighbours = inside.neighbours
-        self.spans_nodes = inside.spans_nodes
         self.device = inside.device
         self.allocate = inside.allocate
         self.written = inside.written

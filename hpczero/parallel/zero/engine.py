@@ -29,6 +29,7 @@ from hpczero.parallel.replicas.one_bit_adam import OneBitAdam
 from hpczero.parallel.zero.agreement import Agreement, checksum_of_rates
 from hpczero.parallel.zero.averaged_weights import AveragedWeights
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
+from hpczero.parallel.zero.engine_settings import EngineSettings
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.loss_scale import LossScale
 from hpczero.parallel.zero.norm import GradientNorm
@@ -43,7 +44,7 @@ from hpczero.parallel.zero.weight_gradients import (
     StrayGradients,
     no_torch_overrides,
 )
-from hpczero.parallel.zero.weights import EngineSettings, ModelParts
+from hpczero.parallel.zero.weights import ModelParts
 
 
 class Engine(AveragedWeights):

@@ -2,34 +2,55 @@
 
 With comm.compress a shard travels as integers of 8 bits with their scales. What tensor ranks hold
 in common must stay equal to the bit: a block's scale would depend on what else lies in the block,
-so these elements follow in half precision. All messages of a unit have one size.
+so these elements are left out of the blocks, and follow in half precision.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
+
+from hpczero.comm.grid import Grid
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.replicas.sizes import FORMS
+from hpczero.spec.schema import Spec
 
 FORM = FORMS["int8"]
-HALF = 2  # bytes of a weight
+_HALF = 2  # bytes of a weight
 _SCALE = 4
 
 
-def message_size(unit: UnitLayout, tensor_ranks: int) -> int:
-    """Return the bytes of the message of each shard; 0 if the shards are no longer than that."""
-    exact = max(
-        sum(part.stop - part.start for part in exact_parts(unit, number, tensor_ranks))
-        for number in range(unit.shards)
-    )
-    size = FORM.message(unit.shard_size) + HALF * exact
-    size = -(-size // _SCALE) * _SCALE
-    return size if size < HALF * unit.shard_size else 0
+def gathers_in_8_bits(spec: Spec, grid: Grid) -> bool:
+    """Return True if weights are compressed: all of them, where any are gathered between nodes."""
+    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
+    return spec.compresses_gathers and divided.groups_across_nodes("shard") > 0
 
 
-def exact_parts(unit: UnitLayout, number: int, tensor_ranks: int) -> list[slice]:
-    """Return the elements of a shard that follow in half precision."""
-    if tensor_ranks == 1:
-        return []
-    shard = unit.shard(number)
-    return [
-        slice(part.start - shard.start, part.stop - shard.start)
-        for part in unit.held_by_all(shard.start, shard.stop)
-    ]
+def message_sizes(units: Iterable[UnitLayout], tensor_ranks: int) -> dict[int, int]:
+    """Return size of a unit -> bytes of the message of each of its shards.
+
+    Units of one size have messages of one size. Where these are no shorter than the shards, they
+    are not there.
+    """
+    found: dict[int, int] = {}
+    for unit in units:
+        exact = max(map(_count, exact_parts(unit, tensor_ranks).values()), default=0)
+        size = FORM.message(unit.shard_size) + _HALF * exact
+        size = -(-size // _SCALE) * _SCALE
+        found[unit.size] = max(found.get(unit.size, 0), size)
+    shards = {unit.size: _HALF * unit.shard_size for unit in units}
+    return {unit: size for unit, size in found.items() if size < shards[unit]}
+
+
+def exact_parts(unit: UnitLayout, tensor_ranks: int) -> dict[int, list[slice]]:
+    """Return number of a shard -> its elements that follow in half precision."""
+    found: dict[int, list[slice]] = defaultdict(list)
+    length = unit.shard_size
+    for slot in unit.slots if tensor_ranks > 1 else ():
+        if not slot.is_split:
+            for number in range(slot.offset // length, -(-slot.stop // length)):
+                first, stop = max(slot.offset - number * length, 0), slot.stop - number * length
+                found[number].append(slice(first, min(stop, length)))
+    return found
+
+
+def _count(parts: Iterable[slice]) -> int:
+    return sum(part.stop - part.start for part in parts)

@@ -23,14 +23,13 @@ from hpczero.parallel.offload.state_file import StateFile
 from hpczero.parallel.states import Precision, Sharded, named_by_place, state_bytes
 from hpczero.parallel.zero import state_dict
 from hpczero.parallel.zero.buffers import Arena, Stock
+from hpczero.parallel.zero.compressed_gathers import messages_of_units
 from hpczero.parallel.zero.data_axis import DataAxis
+from hpczero.parallel.zero.engine_settings import EngineSettings
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
-from hpczero.parallel.zero.narrow_gathers import messages_of_units
 from hpczero.parallel.zero.outside import ModuleGuard
 from hpczero.parallel.zero.parameters import give_up_parameter, hand_back_parameter
 from hpczero.parallel.zero.unit import Fill, Unit
-from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
-from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.cpu import Pool
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,28 +54,6 @@ class ModelParts:
     ties: Mapping[str, Group]
     names: Sequence[str]
     everyone: Group | None = None
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The spec's part that an engine goes by.
-
-    `accumulates`: a step has several micro-batches (their sum is kept in fp32). `own_model`: the
-    module is one of `hpczero.model`, where a layer's parameters are used while it runs and by
-    nobody else, and linear maps whose gradients autograd would make are those of `model.maps`.
-    """
-
-    train: Train
-    optimizer: Optimizer
-    zero: Zero
-    seed: int
-    accumulates: bool
-    threads: int = 1
-    own_model: bool = False
-    update: UpdatePlan = PLAIN_ADAMW
-    compress: bool = False  # sums over replicas, in 8 bits
-    narrow_gathers: bool = False  # gathers between nodes, in 8 bits
-    warmup_steps: int = 0  # of the learning rate
 
 
 class Weights:
@@ -121,12 +98,12 @@ class Weights:
         parameters = [parameter for unit in self.units for parameter in unit.parameters]
         build.install_parameters(self.module, dict(zip(self.names, parameters, strict=True)))
         build.move_unmanaged(self.module, self.device.torch)
-        narrow = settings.narrow_gathers and axis.spans_nodes
-        self._messages = messages_of_units(self.units, tensor, self.pool) if narrow else {}
+        self._messages = messages_of_units(self.units, tensor, self.pool, settings.compress_gathers)
         self.gatherer = self._gatherer(parts.layers, around) if self.sharded.parameters else None
         own_model = settings.own_model
-        guarded = self.module, self.units
-        self.outside = ModuleGuard(nn.Module(), ()) if own_model else ModuleGuard(*guarded)
+        self.outside = (
+            ModuleGuard(nn.Module(), ()) if own_model else ModuleGuard(self.module, self.units)
+        )
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
         self._hooks = [
             part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer)))
@@ -219,7 +196,7 @@ class Weights:
     # -- new weights of owned elements travel to the other ranks
 
     def start_gather(self, unit: Unit, whole: torch.Tensor, exact: bool = False) -> Work:
-        """Start the gather of all weights of a unit that are cut; `exact`: in half precision."""
+        """Start the gather of a unit's weights into `whole`; `exact`: in any case as they are."""
         messages = None if exact else self._messages.get(unit)
         if not messages:
             whole[unit.shard].copy_(unit.weights)
@@ -289,6 +266,8 @@ class Weights:
         copied = [unit for unit in self.units if unit in wanted]
         if not modify and not self.sharded.parameters:
             copied = []
+        if modify and not self.sharded.parameters:
+            self._make_exact(copied)
         copies = {unit: self._copy(unit, exact=modify) for unit in copied}
         for unit, copy in copies.items():
             self._show(unit, copy)
@@ -324,6 +303,15 @@ class Weights:
                 if not slot.is_split:
                     self.tensor.broadcast(copy[slot.offset : slot.stop])
         self.axis.group.broadcast(copy)
+
+    def _make_exact(self, units: Iterable[Unit]) -> None:
+        """Bring weights to all ranks as they are, until they are gathered in 8 bits again."""
+        self.axis.node_barrier().wait()  # nobody reads what is written now
+        for unit in units:
+            if unit in self._messages:
+                unit.weights_from_master()
+                self._arriving[unit] = self.axis.gather(unit.weights)
+        self.wait_for_weights()
 
     def _copy(self, unit: Unit, exact: bool) -> torch.Tensor:
         if not self.sharded.parameters:

@@ -141,7 +141,11 @@ def test_replicas_that_exchange_in_other_forms(world: World, case: dict[str, Any
             assert sent == expected(spec, nodes), spec
 
 
-def narrow_gathers(ranks: int, everything: bool) -> list[dict[str, Any]]:
+# of two workers the second alone has ranks on two nodes
+PARTLY = {"shared": False, "per_node": 3, "precision": "bf16", "shards": 2}
+
+
+def compressed_gathers(ranks: int, everything: bool) -> list[dict[str, Any]]:
     return [
         {"stage": stage, "shared": shared, "per_node": per_node, "precision": precision, **parallel}
         for parallel in (LAYOUTS if ranks % 4 == 0 else LAYOUTS[:1])
@@ -149,14 +153,15 @@ def narrow_gathers(ranks: int, everything: bool) -> list[dict[str, Any]]:
         for per_node in (1, 2)
         for stage in range(4)
         for shared in (False, True)
-    ]
+    ] + [PARTLY | {"stage": stage} for stage in (1, 3) if ranks == 4]
 
 
-@pytest.mark.cases(of=narrow_gathers)
+@pytest.mark.cases(of=compressed_gathers)
 @pytest.mark.few(8)
 def test_weights_that_are_gathered_in_8_bits(world: World, case: dict[str, Any]) -> None:
     parallel = {axis: case[axis] for axis in ("tensor", "pipeline") if axis in case}
     zero = {"stage": case["stage"], "node_shared": case["shared"]}
+    zero["shard_ranks"] = case.get("shards", "all")
     with laid_out(world, case["per_node"]) as nodes:
         spec = job(7, zero=zero, precision=case["precision"], **parallel)
         for each in (spec, spec.model_copy(update={"comm": Comm(compress="int8")})):

@@ -219,7 +219,8 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
     torch = pytest.importorskip("torch")
     from hpczero.model import build
     from hpczero.parallel.zero.engine import Engine
-    from hpczero.parallel.zero.weights import EngineSettings, ModelParts
+    from hpczero.parallel.zero.engine_settings import EngineSettings
+    from hpczero.parallel.zero.weights import ModelParts
 
     spec = job(ODD, stage, precision, accumulates)
     for ranks in (1, 3, 4):

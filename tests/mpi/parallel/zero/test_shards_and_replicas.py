@@ -16,7 +16,8 @@ from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
 from hpczero.parallel.zero.engine import Engine
-from hpczero.parallel.zero.weights import EngineSettings, ModelParts
+from hpczero.parallel.zero.engine_settings import EngineSettings
+from hpczero.parallel.zero.weights import ModelParts
 from hpczero.spec.schema import Model, Spec, Train, Zero
 
 MODEL = Model(layers=2, hidden=24, heads=3, seq_len=7, vocab=33, ffn=40)
@@ -28,7 +29,6 @@ class ShardReplica:
     replicas = None  # it sums over them by itself
     shared = False
     neighbours = 1
-    spans_nodes = False
 
     def __init__(self, world: World, grid: Grid) -> None:
         self.group = world.group("data", grid.ranks(world.rank, "shard", "replica"))

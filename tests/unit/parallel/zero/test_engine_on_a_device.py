@@ -16,8 +16,9 @@ from hpczero.parallel.zero import reduce as reduction  # noqa: E402
 from hpczero.parallel.zero import update  # noqa: E402
 from hpczero.parallel.zero.buffers import Loan, Loans  # noqa: E402
 from hpczero.parallel.zero.engine import Engine  # noqa: E402
+from hpczero.parallel.zero.engine_settings import EngineSettings  # noqa: E402
 from hpczero.parallel.zero.unit import Unit  # noqa: E402
-from hpczero.parallel.zero.weights import EngineSettings, ModelParts  # noqa: E402
+from hpczero.parallel.zero.weights import ModelParts  # noqa: E402
 from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402
 
 MODEL = Model(layers=2, hidden=24, heads=3, seq_len=33, vocab=61, kernels="torch")
