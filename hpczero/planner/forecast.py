@@ -240,9 +240,8 @@ def compression_left_out(spec: Spec, grid: Grid) -> str:
     if gathers_in_8_bits(spec, grid):
         return ""
     return (
-        'comm.compress = "int8" has no effect: the '
-        f"{format_count(grid.size('data'), 'data rank')} have one copy of the states together, and "
-        "no weights are gathered between nodes in half precision"
+        f'comm.compress = "int8" has no effect: {format_count(grid.size("data"), "data rank")} with '
+        "one copy of the states, and no weights are gathered between nodes in half precision"
     )
 
 

@@ -20,8 +20,9 @@ _SCALE = 4
 
 def gathers_in_8_bits(spec: Spec, grid: Grid) -> bool:
     """Return True if weights are compressed: all of them, where any are gathered between nodes."""
-    divided = grid.shards_and_replicas(spec.zero.shard_ranks)
-    return spec.compresses_gathers and divided.groups_across_nodes("shard") > 0
+    if not spec.compresses_gathers:
+        return False
+    return grid.shards_and_replicas(spec.zero.shard_ranks).groups_across_nodes("shard") > 0
 
 
 def message_sizes(units: Iterable[UnitLayout], tensor_ranks: int) -> dict[int, int]:

@@ -266,7 +266,7 @@ class Weights:
         copied = [unit for unit in self.units if unit in wanted]
         if not modify and not self.sharded.parameters:
             copied = []
-        if modify and not self.sharded.parameters:
+        if modify and self._messages and not self.sharded.parameters:
             self._make_exact(copied)
         copies = {unit: self._copy(unit, exact=modify) for unit in copied}
         for unit, copy in copies.items():

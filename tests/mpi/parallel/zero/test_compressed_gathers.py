@@ -59,7 +59,7 @@ def trained(world: World, spec: Spec, per_node: int) -> Iterator[tuple[Engine, R
 
 
 def shown(engine: Engine, unit: Unit) -> Tensor:
-    """What a layer works with on this rank."""
+    """The weights that a layer works with on this rank."""
     if not engine.sharded.parameters:
         return unit.weights.clone()
     whole = unit.weights.new_empty(unit.layout.size)
