@@ -239,9 +239,10 @@ def compression_left_out(spec: Spec, grid: Grid) -> str:
         return ""
     if gathers_in_8_bits(spec, grid):
         return ""
+    ranks = format_count(grid.size("data"), "data rank")
     return (
-        f'comm.compress = "int8" has no effect: {format_count(grid.size("data"), "data rank")} with '
-        "one copy of the states, and no weights are gathered between nodes in half precision"
+        f'comm.compress = "int8" has no effect: {ranks} with one copy of the states, and no '
+        "weights are gathered between nodes in half precision"
     )
 
 
