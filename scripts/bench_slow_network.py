@@ -192,10 +192,8 @@ def compare(arguments: argparse.Namespace, world: Any, alone: Way, plain: Way) -
 
     def signs(count: int) -> float:
         (update := one_bit.engine.update).frozen = one_bit.engine.updates
-        one_bit.engine.follow_update()
         seconds = one_bit.steps(count)
         update.frozen = 0
-        one_bit.engine.follow_update()
         return seconds
 
     turns: dict[str, Callable[[], float]] = {

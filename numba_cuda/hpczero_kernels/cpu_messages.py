@@ -17,6 +17,7 @@ _INT, _WORD, _NUMBER = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _NUMBERS = ir.VectorType(_NUMBER, GROUP)
 _BITS, _BYTES, _INTS = (ir.VectorType(ir.IntType(bits), GROUP) for bits in (1, 8, 32))
 _PAIRS, _SHORTS = (ir.VectorType(ir.IntType(bits), GROUP // 2) for bits in (8, 16))
+_HALVES = ir.VectorType(ir.IntType(16), GROUP)
 
 
 @intrinsic
@@ -64,7 +65,11 @@ def put_average_of_signs(
 def put_average_of_integers(
     context, numbers, group, packed, row, scales, scales_row, workers, factor, streamed, bits
 ):
-    """Set a group of numbers as put_average_of_signs does; `bits` is the constant 8 or 4."""
+    """Set a group of numbers as put_average_of_signs does; `bits` is the constant 8 or 4.
+
+    `numbers` is a pointer to fp32, or to the bits of bf16 (uint16), to which they are then rounded.
+    """
+    are_halves = numbers == types.CPointer(types.uint16)
 
     def generate(context, builder, signature, arguments):
         numbers, group, packed, row, scales, scales_row, workers, factor, streamed, _ = arguments
@@ -79,7 +84,9 @@ def put_average_of_integers(
             return builder.fmul(wide, _all(builder, scale))
 
         total = builder.fmul(_sum(builder, workers, sent), _all(builder, factor))
-        _store(builder, total, _place(builder, numbers, _NUMBERS, group), streamed)
+        if are_halves:
+            total = _to_bf16(builder, total)
+        _store(builder, total, _place(builder, numbers, total.type, group), streamed)
         return context.get_dummy_value()
 
     if isinstance(bits, types.IntegerLiteral):
@@ -123,7 +130,19 @@ def _store(builder, vector, place, streamed):
         with past_caches:
             past_the_caches(builder, builder.store(vector, place, align=64))
         with usual:
-            builder.store(vector, place, align=4)
+            builder.store(vector, place, align=2)
+
+
+def _to_bf16(builder, numbers):
+    """Return the bits of numbers as `cpu.to_bf16` rounds them."""
+    bits = builder.bitcast(numbers, _INTS)
+    half, nan, one, upper = (
+        ir.Constant(_INTS, [number] * GROUP) for number in (0x7FFF, 0x7FC0, 1, 16)
+    )
+    odd = builder.and_(builder.lshr(bits, upper), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, half), odd), upper)
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    return builder.trunc(builder.select(is_nan, nan, rounded), _HALVES)
 
 
 def _halves(builder, pairs):

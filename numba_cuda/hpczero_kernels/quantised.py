@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpczero_kernels.cpu import (
+    BF16,
     CODES,
     FP32,
     INLINE,
@@ -35,6 +36,7 @@ from hpczero_kernels.cpu import (
     pointer,
     scratch,
     store,
+    to_bf16,
 )
 from hpczero_kernels.cpu_messages import GROUP, put_average_of_integers
 from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
@@ -212,14 +214,13 @@ def _quantise(values, precision, error, packed, scales, bits, most, start, stop)
 
 
 @inner
-def _put_average(
-    numbers, packed, row, scales, scales_row, workers, factor, streamed, bits, size
+def _put_groups(
+    numbers, packed, row, scales, scales_row, workers, factor, streamed, bits, groups
 ):  # fmt: skip
-    """Set numbers[:size] to the average of whole blocks, or the last ones.
+    """Set whole groups of numbers, fp32 or bits of bf16, to the averages of their workers.
 
     `packed` and `scales` are the addresses of their first integers and scale.
     """
-    groups = size // uint64(GROUP)
     for group in range(groups):
         scale = scales + group // uint64(QUANTISED_BLOCK // GROUP) * uint64(4)
         if bits == 8:
@@ -232,13 +233,17 @@ def _put_average(
             put_average_of_integers(
                 numbers, group, integers, row, scale, scales_row, workers, factor, streamed, 4
             )  # fmt: skip
-    for i in range(groups * uint64(GROUP), size):
-        number = float32(0.0)
-        for worker in range(workers):
-            scale = scales + worker * scales_row + i // uint64(QUANTISED_BLOCK) * uint64(4)
-            integer = _integer(pointer(packed + worker * row, uint8), bits, i)
-            number += integer * pointer(scale, float32)[0]
-        numbers[i] = number * factor
+
+
+@inner
+def _average_of(packed, row, scales, scales_row, workers, factor, bits, i):
+    """Return the average of one number, as _put_groups makes it."""
+    number = float32(0.0)
+    for worker in range(workers):
+        scale = scales + worker * scales_row + i // uint64(QUANTISED_BLOCK) * uint64(4)
+        integer = _integer(pointer(packed + worker * row, uint8), bits, i)
+        number += integer * pointer(scale, float32)[0]
+    return number * factor
 
 
 @inner
@@ -268,17 +273,24 @@ def _average_integers(
     staging = scratch(_STRIDE, float32)
     while start < stop:
         size = min(stop - start, uint64(_STRIDE))
+        groups = size // uint64(GROUP)
         integers = packed + start * uint64(bits) // uint64(8)
         scale = scales + start // uint64(QUANTISED_BLOCK) * uint64(4)
+        singles = pointer(average + start * uint64(4), float32)
+        halves = pointer(average + start * uint64(2), uint16)
+        of = integers, row, scale, scales_row, workers, factor
         if precision == FP32:
-            _put_average(
-                pointer(average + start * uint64(4), float32), integers, row, scale, scales_row,
-                workers, factor, streamed, bits, size,
-            )  # fmt: skip
+            _put_groups(singles, *of, streamed, bits, groups)
+            for i in range(groups * uint64(GROUP), size):
+                singles[i] = _average_of(*of, bits, i)
+        elif precision == BF16:
+            _put_groups(halves, *of, streamed, bits, groups)
+            for i in range(groups * uint64(GROUP), size):
+                halves[i] = to_bf16(_average_of(*of, bits, i))
         else:
-            _put_average(
-                total, integers, row, scale, scales_row, workers, factor, False, bits, size
-            )  # fmt: skip
+            _put_groups(total, *of, False, bits, groups)
+            for i in range(groups * uint64(GROUP), size):
+                total[i] = _average_of(*of, bits, i)
             if streamed:
                 store_past_caches(total, size, average, precision, start, staging)
             else:
