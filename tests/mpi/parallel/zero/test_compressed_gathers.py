@@ -34,7 +34,7 @@ PARTLY = {"shared": False, "per_node": 3, "parallel": {}, "batch": 12, "shards":
 
 
 def compressed(
-    parallel: dict[str, int] | None = None, compress: Any = "int8", **settings: Any
+    parallel: dict[str, Any] | None = None, compress: Any = "int8", **settings: Any
 ) -> Spec:
     zero = {"stage": settings.pop("stage"), "shard_ranks": settings.pop("shards", "all")}
     zero["node_shared"] = settings.pop("shared", "auto")
@@ -98,9 +98,11 @@ def rounded(layout: UnitLayout, master: Tensor, tensor_ranks: int) -> Tensor:
 
 
 def layouts(ranks: int, everything: bool) -> list[Case]:
-    grids: list[dict[str, int]] = [{}]
+    grids: list[dict[str, Any]] = [{}]
     if ranks % 4 == 0:
-        grids += [{"tensor": 2}, {"pipeline": 2}]
+        # data ranks of a pair lie on two nodes with one order, on one with the other
+        grids += [{"tensor": 2, "order": "tensor,data,pipeline"}]
+        grids += [{"pipeline": 2, "order": "data,tensor,pipeline"}]
     return [
         {"stage": stage, "shared": shared, "per_node": per_node, "parallel": grid, "batch": batch}
         for grid, stage, shared, per_node, batch in product(
