@@ -36,14 +36,19 @@ def toml_repr(value: Any) -> str:
     if isinstance(value, list | tuple):
         if any(isinstance(item, dict) for item in value):
             return "an array of tables"
-        items = [
-            "[…]" if isinstance(item, list | tuple) else toml_repr(item)
-            for item in value[:_MOST_ITEMS]
-        ]
+        items = [_item_repr(item) for item in value[:_MOST_ITEMS]]
         return "[" + ", ".join(items + ["…"] * (len(value) > _MOST_ITEMS)) + "]"
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return printable(repr(value), _LONGEST)
+
+
+def _item_repr(item: Any) -> str:
+    """Return an entry of a list; a list in it is shown if it has a few numbers."""
+    if not isinstance(item, list | tuple):
+        return toml_repr(item)
+    few = len(item) <= _FEW and all(isinstance(one, int | float) for one in item)
+    return toml_repr(item) if few else "[…]"
 
 
 def join_words(words: list[str], last: str = "and") -> str:

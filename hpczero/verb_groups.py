@@ -5,6 +5,7 @@ from hpczero.arguments import (
     CHECKPOINT_HELP,
     JSON,
     SET,
+    SPEC,
     STEP,
     TOKENIZERS,
     Argument,
@@ -211,6 +212,18 @@ CLUSTER_VERBS = {
         "hpczero.commands.cluster:show",
         "a cluster's devices, nodes and network, and where the numbers come from",
         argument("name CLUSTER", "its name, or a file *.toml"),
+        JSON,
+    ),
+}
+
+SHOW_VERBS = {
+    "attention": verb(
+        "hpczero.commands.show:attention",
+        "the blocks of keys that a layer's queries see, and their share of dense attention",
+        *SPEC,
+        argument("--layer N", "the layer (default: the first one with blocks)", type=int),
+        argument("--head N", "the head (default: 0)", type=int, default=0),
+        argument("--svg FILE", "draw the blocks"),
         JSON,
     ),
 }

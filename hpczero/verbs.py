@@ -19,7 +19,7 @@ from hpczero.arguments import (
     verb,
     verb_group,
 )
-from hpczero.verb_groups import CHECKPOINT_VERBS, CLUSTER_VERBS, DATA_VERBS, SITE_VERBS
+from hpczero.verb_groups import CHECKPOINT_VERBS, CLUSTER_VERBS, DATA_VERBS, SHOW_VERBS, SITE_VERBS
 
 VERBS = {
     "init": verb(
@@ -214,6 +214,7 @@ VERBS = {
     "cluster": verb_group(
         "show clusters to plan for", "Show clusters: devices, nodes, network.", CLUSTER_VERBS
     ),
+    "show": verb_group("draw what a spec says", "Draw what a spec says.", SHOW_VERBS),
     "spec": verb(
         "hpczero.commands.check:reference",
         "print every key of the spec: type, default, role, meaning",

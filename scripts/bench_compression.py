@@ -16,11 +16,10 @@ import fnmatch
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda")]
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+from turns import Ratio, ratio, take_turns  # noqa: E402
 
 from hpczero import safe_files  # noqa: E402
 from hpczero_kernels.cpu import Pool  # noqa: E402
@@ -56,18 +56,6 @@ class Case:
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.read, *self.written))
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Quartiles of the times' ratios in the rounds."""
-
-    low: float
-    middle: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.middle:5.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -179,23 +167,10 @@ def copy_of(size: int, threads: int) -> Callable[[], object]:
 def measured(case: Case, rounds: int, threads: int) -> Figures:
     copy = copy_of(case.bytes, threads)
     contenders = {"kernel": case.run, "copy": copy, "copy again": copy}
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(-1, rounds):  # the first round is not counted
-        for name in list(contenders)[:: -1 if number % 2 else 1]:
-            begun = clock()
-            contenders[name]()
-            took = clock() - begun
-            if number >= 0:
-                seconds[name].append(took)
-
-    def ratio(name: str) -> Ratio:
-        pairs = zip(seconds[name], seconds["copy"], strict=True)
-        return Ratio(*quantiles(one / copied for one, copied in pairs))
-
+    seconds = take_turns(contenders, rounds, threads)
     return Figures(
         case.name, case.bytes, median(seconds["kernel"]), median(seconds["copy"]),
-        ratio("kernel"), ratio("copy again"),
+        *(ratio(seconds[name], seconds["copy"]) for name in ("kernel", "copy again")),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -245,17 +246,41 @@ def _job_in_lines(spec: Spec, supply: str) -> list[str]:
         ratio = f"{tokens / parameters:.3g}" if few else f"{tokens // parameters:,}"
         per_parameter = f", {ratio} for each parameter" if parameters else ""
     width = f" of {model.head_dim}" if model.head_dim else ""
+    in_blocks = _attention(spec)
+    lengths = [f"{length:,} from step {step:,} on" for step, length in spec.schedule.seq_len]
     return [
         f"  run       {spec.name}, in the folder {toml_repr(spec.output)}, seed {spec.seed}",
         f"  model     {model.family}: {count}; layers {model.layers}, hidden {model.hidden}, "
         f"heads {model.heads}{width}, vocabulary {model.vocab}, sequence {model.seq_len}",
+        *([f"  attention {in_blocks}"] if in_blocks else []),
         f"  data      {toml_repr(spec.data.source)}: {supply}",
         f"  a step    {train.global_batch} sequences = {_tokens_per_step(spec):,} tokens, "
         f"in {train.precision}",
+        *([f"  lengths   of sequences: {', '.join(lengths)}; as many tokens"] if lengths else []),
         f"  training  {train.steps:,} steps = {tokens:,} tokens{per_parameter}",
         f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {spec.schedule.name}, "
         f"{spec.schedule.warmup_steps} steps of warm-up",
     ]
+
+
+def _attention(spec: Spec) -> str:
+    """Return what attention in blocks leaves of the model's work; "" where all layers are dense."""
+    from hpczero.model.attention_layouts import density, rules_of
+    from hpczero.model.families import family, known
+
+    model, seq_len = spec.model, spec.seq_len
+    rules = rules_of(model) if known(model) else []
+    if not any(rules):
+        return ""
+    counts = Counter(rule.kind for rule in rules if rule)
+    kinds = [f"{kind} in {count} of {model.layers} layers" for kind, count in counts.items()]
+    pairs = sum(density(rule, seq_len, model.heads) for rule in rules) / len(rules)
+    dense = model.model_copy(update={"attention": type(model.attention)()})
+    work, of_dense = (sum(family(one).operations(one, seq_len)) for one in (model, dense))
+    return (
+        f"{', '.join(kinds)}: {pairs:.1%} of dense attention's pairs; "
+        f"{work:.3g} operations a sequence in place of {of_dense:.3g}"
+    )
 
 
 def _micro_batches(layout: Layout) -> str:

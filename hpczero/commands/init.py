@@ -42,7 +42,8 @@ def _values_of(folder: Path) -> dict[str, Any]:
     from hpczero.huggingface.folder import Folder
 
     model = Folder.read(folder).model
-    values = {f"model.{name}": value for name, value in model.model_dump().items()}
+    keys = model.model_dump(exclude={"attention"})  # dense, as in all folders that can be read
+    values = {f"model.{name}": value for name, value in keys.items()}
     if model.seq_len > _LONG:
         values["data.seq_len"] = _LONG  # the model takes more than most can train on
     return values

@@ -49,6 +49,9 @@ class TokenSource(Protocol):
 
     vocabulary: int  # ids are 0 .. vocabulary - 1
 
+    def of_length(self, seq_len: int) -> "TokenSource":
+        """Return the same text in windows of this length."""
+
     def windows(self, split: str) -> int:
         """Return the number of windows."""
 
@@ -146,13 +149,16 @@ class FileSource:
     def __init__(self, file: TokenFile, seq_len: int, documents: str = "packed") -> None:
         self._file = file
         self._seq_len = seq_len
+        self._documents = documents
         self._blocks = file.blocks()
-        self._masked = documents == "masked"
         self._pieces: dict[str, Pieces] = {}
         if documents == "padded":
             for name, split in file.splits.items():
                 self._pieces[name] = Pieces(file, split, name, seq_len)
         self.vocabulary = file.vocabulary
+
+    def of_length(self, seq_len: int) -> "FileSource":
+        return FileSource(self._file, seq_len, self._documents)
 
     def windows(self, split: str) -> int:
         if self._pieces:
@@ -163,7 +169,7 @@ class FileSource:
         if self._pieces:
             return self._pieces[split].targets
         targets = self.windows(split) * self._seq_len
-        if not self._masked:
+        if self._documents != "masked":
             return targets
         return targets - int(np.searchsorted(self._file.splits[split].ends[1:], targets, "right"))
 
@@ -176,7 +182,7 @@ class FileSource:
         else:
             start = window * self._seq_len
             out[:] = self._blocks[split].read(start, start + self._seq_len + 1)
-            cut = cut_after(out, last) if self._masked else None
+            cut = cut_after(out, last) if self._documents == "masked" else None
         largest = self._file.splits[split].largest
         if out.max() > largest:  # it would index past the embedding
             raise InputError(
@@ -202,6 +208,9 @@ class SyntheticSource:
         self._seed = seed
         self.vocabulary = vocabulary
         self._seq_len = seq_len
+
+    def of_length(self, seq_len: int) -> "SyntheticSource":
+        return SyntheticSource(self._seed, self.vocabulary, seq_len)
 
     def windows(self, split: str) -> int:
         return _SYNTHETIC_WINDOWS[split]

@@ -16,15 +16,12 @@ from typing import Any, Generic, TypeVar
 
 from hpczero import env
 from hpczero.errors import InputError
+from hpczero.hashing import GOLDEN, MASK, mix
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
 
-_MASK = 2**64 - 1
 _ROUNDS = 8
 _SMALLEST_HALF = 2  # bits; below it a Feistel network reaches too few permutations
-# SplitMix64's finalizer (Steele, Lea, Flood 2014)
-_MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def window(seed: int, windows: int, index: int) -> int:
@@ -94,21 +91,13 @@ def _permute(position: int, half: int, keys: list[int]) -> int:
     low = (1 << half) - 1
     left, right = position >> half, position & low
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) >> 64 - half)
+        left, right = right, left ^ (mix(right ^ key) >> 64 - half)
     return left << half | right
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:
-    state = _mix(_mix(seed) + epoch & _MASK)
-    return [_mix(state + turn * _GOLDEN & _MASK) for turn in range(1, _ROUNDS + 1)]
-
-
-def _mix(value: int) -> int:
-    """Map 64 bits to 64 well-mixed bits, one to one."""
-    value = value + _GOLDEN & _MASK
-    for shift, factor in _MIXERS:
-        value = (value ^ value >> shift) * factor & _MASK
-    return value ^ value >> 31
+    state = mix(mix(seed) + epoch & MASK)
+    return [mix(state + turn * GOLDEN & MASK) for turn in range(1, _ROUNDS + 1)]
 
 
 # Reading ahead: while a step computes, a thread reads the batches of the next ones.

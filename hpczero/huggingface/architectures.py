@@ -7,6 +7,7 @@ model shows when the model is written and read again.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from hpczero.errors import InputError
@@ -24,6 +25,7 @@ from hpczero.huggingface.conversions import (
     ROTARY_AND_LOCAL,
     Conversion,
 )
+from hpczero.model.attention_layouts import rules_of
 from hpczero.model.shapes import ffn, head_dim, keys_without_effect, kv_heads
 from hpczero.spec.schema import Model
 from hpczero.text import join_words, printable, toml_repr
@@ -92,7 +94,9 @@ def differing(one: Model, other: Model) -> list[str]:
 
 def _resolved(model: Model) -> dict[str, Any]:
     """Return what the model computes with: no key that means nothing, no 0 that means another."""
-    found = model.model_dump(exclude={"dropout", "kernels"})
+    found = model.model_dump(exclude={"dropout", "kernels", "attention"})
+    rules = rules_of(model)
+    found["attention.kind"] = rules if any(rules) else None
     found |= {"kv_heads": kv_heads(model), "head_dim": head_dim(model), "ffn": ffn(model)}
     found["query_scale"] = model.query_scale or head_dim(model) ** -0.5
     if model.window_pattern > model.layers:
@@ -254,7 +258,7 @@ def architecture_for(model: Model, wanted: str | None) -> Architecture:
         if not lost:
             return ARCHITECTURES[name]
     nearest = min(losses, key=lambda name: len(losses[name]))
-    keys = [f"model.{key} = {toml_repr(getattr(model, key))}" for key in losses[nearest]]
+    keys = [f"model.{key} = {toml_repr(attrgetter(key)(model))}" for key in losses[nearest]]
     among = f"{nearest} cannot have {join_words(keys)}"
     if wanted is None:
         among = f"no architecture of Hugging Face that hpczero knows is this model: {among}"

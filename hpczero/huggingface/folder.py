@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -104,8 +105,8 @@ class Folder:
         keys = differing(spec_model, self.model)
         if keys:
             shown = [
-                f"model.{key} = {toml_repr(getattr(self.model, key))} "
-                f"(the spec has {toml_repr(getattr(spec_model, key))})"
+                f"model.{key} = {toml_repr(attrgetter(key)(self.model))} "
+                f"(the spec has {toml_repr(attrgetter(key)(spec_model))})"
                 for key in keys[:_SHOWN]
             ]
             shown += [f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []

@@ -4,6 +4,8 @@ Bytes count every number that an operation reads or writes once, as kernels do t
 a cache from one operation to the next.
 """
 
+from hpczero.model.attention_layouts import density, rule_of, rules_of
+from hpczero.model.shapes import Layer, head_dim, index_of, window
 from hpczero.model.work import Core, LayerWork, Pass, Product, WorkLayout, visible_keys
 from hpczero.spec.schema import Model
 
@@ -43,11 +45,34 @@ def of_head(model: Model, layout: WorkLayout) -> LayerWork:
     return LayerWork(norm + product + loss, gradient)
 
 
-def core(layout: WorkLayout, heads: int, head_dim: int, window: int) -> Core:
-    return Core(
-        layout.samples * heads,
-        layout.seq_len,
-        min(window or layout.seq_len, layout.seq_len),
-        visible_keys(layout.seq_len, window),
-        head_dim,
-    )
+def core(model: Model, layer: Layer, layout: WorkLayout, heads: int) -> Core:
+    """Attention of a block's heads."""
+    index = index_of(layer)
+    seq = layout.seq_len
+    visible = visible_keys(seq, window(model, index)) * _share(model, index, seq)
+    keys = keys_counted(model, index, seq)
+    return Core(layout.samples * heads, seq, keys, visible, head_dim(model))
+
+
+def keys_counted(model: Model, index: int, seq: int) -> float:
+    """Return how many keys the products of a query count: those behind it, too, as usual.
+
+    Of a layer in blocks it is the share of them that its density is of dense attention.
+    """
+    return min(seq, window(model, index) or seq) * _share(model, index, seq)
+
+
+def _share(model: Model, index: int, seq: int) -> float:
+    return density(rule_of(model, index), seq, model.heads)
+
+
+def inside_attention(model: Model, element: int, inner: float, of_keys: float) -> float:
+    """Return the bytes of a token inside of attention in blocks on its way through backward.
+
+    Queries, the result and its gradient, keys and values in whole blocks; the gradient of queries,
+    and those of keys and values, which are added up in fp32 and then rounded.
+    """
+    if not any(rules_of(model)):
+        return 0.0
+    rounded = element * 2 * of_keys if element < FP32 else 0.0
+    return element * (4 * inner + 2 * of_keys) + FP32 * 2 * of_keys + rounded

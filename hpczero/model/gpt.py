@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hpczero.model import maps, shapes
+from hpczero.model.attention import AttentionCore
 from hpczero.model.batch import MicroBatch
 from hpczero.model.modules import CrossEntropy, Dropout, Linear, StackedLinear
 from hpczero.spec.schema import Model
@@ -23,9 +24,7 @@ class GPT(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.embedding = Embedding(model)
-        self.blocks = nn.ModuleList(
-            Block(model, f"blocks.{index}") for index in range(model.layers)
-        )
+        self.blocks = nn.ModuleList(Block(model, index) for index in range(model.layers))
         self.head = Head(model)
         if model.tied_embeddings:
             self.head.logits.weight = self.embedding.lookup.tokens
@@ -78,37 +77,33 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """Add attention's result to the residual stream."""
 
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: Model, index: int) -> None:
         super().__init__()
-        self.name = name
         self.head_dim = shapes.head_dim(model)
-        self.attention = OPERATIONS[model.kernels].attention
+        self.core = AttentionCore(model, index)
         inner = model.heads * self.head_dim
         self.norm = Norm(model)
         self.qkv = StackedLinear(model.hidden, 3, inner)
         self.output = Linear(inner, model.hidden)
-        self.dropout = Dropout(model, f"{name}.attention")
+        self.dropout = Dropout(model, f"blocks.{index}.attention")
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         # [samples, seq, 3, heads, head_dim]
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
-        if batch.cache:
-            mixed = batch.cache.attend(self.name, self.attention, (query, key, value))
-        else:
-            mixed = self.attention(query, key, value, batch.documents)
+        mixed = self.core(query, key, value, batch)
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)
 
 
 class FeedForward(nn.Module):
     """Add the feed-forward network's result to the residual stream."""
 
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.norm = Norm(model)
         self.up = Linear(model.hidden, shapes.ffn(model))
         self.down = Linear(shapes.ffn(model), model.hidden)
-        self.dropout = Dropout(model, f"{name}.feed_forward")
+        self.dropout = Dropout(model, f"blocks.{index}.feed_forward")
         self.gelu = OPERATIONS[model.kernels].gelu
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -116,10 +111,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: Model, index: int) -> None:
         super().__init__()
-        self.attention = Attention(model, name)
-        self.feed_forward = FeedForward(model, name)
+        self.attention = Attention(model, index)
+        self.feed_forward = FeedForward(model, index)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return self.feed_forward(self.attention(x, batch), batch)

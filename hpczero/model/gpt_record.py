@@ -3,7 +3,7 @@
 GPT-2's architecture and initial values: Radford et al. 2019. The torch model is `model/gpt.py`.
 """
 
-from hpczero.model.decoder_work import core, of_embedding, of_head
+from hpczero.model.decoder_work import core, inside_attention, keys_counted, of_embedding, of_head
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
@@ -74,15 +74,17 @@ def _norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
 
 
 def _operations(model: Model, seq: int) -> list[int]:
-    """Count products of matrices, and of attention's queries with all keys.
+    """Count products of matrices, and of attention's queries with the keys of `keys_counted`.
 
     The embedding only adds what it looks up.
     """
     inner = model.heads * head_dim(model)
     weights = model.hidden * (4 * inner + 2 * ffn(model))
-    block = 2 * weights + 4 * seq * inner
-    costs = [model.hidden, *[block] * model.layers, 2 * model.hidden * model.vocab]
-    return [FORWARD_AND_BACKWARD * seq * cost for cost in costs]
+    blocks = [
+        2 * weights + 4 * keys_counted(model, index, seq) * inner for index in range(model.layers)
+    ]
+    costs = [model.hidden, *blocks, 2 * model.hidden * model.vocab]
+    return [round(FORWARD_AND_BACKWARD * seq * cost) for cost in costs]
 
 
 def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
@@ -101,7 +103,8 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     kept = element * (4 * hidden + 4 * inner + 2 * wide) + FP32 * (model.heads / ranks + norms)
     product = element * model.hidden * max(wide, 3 * inner)
     cheap = element * (2 * hidden + wide) + FP32 * norms
-    block = BlockBytes(kept, cheap, element * 2 * wide, product)
+    widest = max(element * 2 * wide, inside_attention(model, element, inner, inner))
+    block = BlockBytes(kept, cheap, widest, product)
     return of_decoder(model, tokens, element, part, block)
 
 
@@ -131,7 +134,7 @@ def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
     forward = layout.element * (cheap + 6 * stream + 2 * columns)
     backward = layout.element * (14 * stream + 11 * columns + 4 * tokens * wide)
     masks = layout.element * 4 * stream if model.dropout else 0.0
-    attention = core(layout, heads, head_dim(model), 0)
+    attention = core(model, layer, layout, heads)
     return LayerWork(
         Pass(products, (attention,), forward + masks, 7),
         Pass(bytes=backward + masks, launches=20),
@@ -149,6 +152,7 @@ GPT = Family(
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.qkv": "column",
+        "blocks.*.attention.core": "attention core",
         "blocks.*.attention.output": "row",
         "blocks.*.feed_forward.up": "column",
         "blocks.*.feed_forward.down": "row",

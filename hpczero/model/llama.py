@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hpczero.model import maps, shapes
+from hpczero.model.attention import AttentionCore
 from hpczero.model.batch import MicroBatch
 from hpczero.model.modules import CrossEntropy, Dropout, Linear, StackedLinear
 from hpczero.model.rotary import Angles
@@ -101,14 +102,10 @@ class Attention(nn.Module):
 
     def __init__(self, model: Model, index: int, angles: Sequence[Angles]) -> None:
         super().__init__()
-        self.name = f"blocks.{index}.attention"
         self.head_dim = shapes.head_dim(model)
-        window = shapes.window(model, index)
-        self.reach = window, model.attention_cap, model.query_scale or None
-        self.angles = angles[window > 0]
-        operations = OPERATIONS[model.kernels]
-        self.attention = operations.attention
-        self.rotary = operations.rotary
+        self.core = AttentionCore(model, index)
+        self.angles = angles[self.core.window > 0]
+        self.rotary = OPERATIONS[model.kernels].rotary
         self.norm = Norm(model, model.hidden)
         self.inputs = AttentionInputs(model)
         self.query_norm = Norm(model, self.head_dim) if model.qk_norm else nn.Identity()
@@ -116,7 +113,7 @@ class Attention(nn.Module):
         inner = model.heads * self.head_dim
         self.output = Linear(inner, model.hidden, model.output_bias)
         self.post_norm = Norm(model, model.hidden) if model.post_norms else nn.Identity()
-        self.dropout = Dropout(model, self.name)
+        self.dropout = Dropout(model, f"blocks.{index}.attention")
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         # each [samples, seq, heads, head_dim]
@@ -128,11 +125,7 @@ class Attention(nn.Module):
         query = self.rotary(self.query_norm(query), cosines, sines)
         key = self.rotary(self.key_norm(key), cosines, sines)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        if batch.cache:
-            heads = query, key, value
-            mixed = batch.cache.attend(self.name, self.attention, heads, *self.reach)
-        else:
-            mixed = self.attention(query, key, value, batch.documents, *self.reach)
+        mixed = self.core(query, key, value, batch)
         added = self.post_norm(self.output(mixed.transpose(1, 2).flatten(2)))
         return self.dropout(added, batch, x)
 

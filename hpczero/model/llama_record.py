@@ -3,7 +3,7 @@
 Initial values are GPT-2's (Radford et al. 2019). The torch model is `model/llama.py`.
 """
 
-from hpczero.model.decoder_work import core, of_embedding, of_head
+from hpczero.model.decoder_work import core, inside_attention, keys_counted, of_embedding, of_head
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
 from hpczero.model.shapes import (
     NORM_OF_HEADS,
@@ -19,7 +19,6 @@ from hpczero.model.shapes import (
     ffn,
     head_dim,
     kv_heads,
-    window,
 )
 from hpczero.model.work import LayerWork, Pass, Product, WorkLayout
 from hpczero.spec.schema import Model
@@ -104,11 +103,10 @@ def _operations(model: Model, seq: int) -> list[int]:
     inner, of_keys = model.heads * head_dim(model), kv_heads(model) * head_dim(model)
     weights = model.hidden * (2 * inner + 2 * of_keys + 3 * ffn(model))
     blocks = [
-        2 * weights + 4 * min(seq, window(model, index) or seq) * inner
-        for index in range(model.layers)
+        2 * weights + 4 * keys_counted(model, index, seq) * inner for index in range(model.layers)
     ]
     costs = [model.hidden, *blocks, 2 * model.hidden * model.vocab]
-    return [FORWARD_AND_BACKWARD * seq * cost for cost in costs]
+    return [round(FORWARD_AND_BACKWARD * seq * cost) for cost in costs]
 
 
 def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
@@ -143,7 +141,8 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     cheap = FP32 * norms + element * (2 * hidden + (stored - 2) * wide)
     if "rms_norm" not in part.kernels:
         cheap += (2 * FP32 - element) * normed
-    block = BlockBytes(kept, cheap, element * 4 * wide, product)
+    widest = max(element * 4 * wide, inside_attention(model, element, inner, of_keys))
+    block = BlockBytes(kept, cheap, widest, product)
     return of_decoder(model, tokens, element, part, block)
 
 
@@ -194,8 +193,7 @@ def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
     backward = of_norms * 3 * norms + 12 * stream + of_turns * 2 * turned + of_gates[1] * gates
     extra = 2 * model.post_norms + 2 * model.qk_norm
     launches = (8 + extra, 16 + 3 * extra) if fused else (43 + 8 * extra, 69 + 17 * extra)
-    index = int(layer.name.rpartition(".")[2])
-    attention = core(layout, heads, head_dim(model), window(model, index))
+    attention = core(model, layer, layout, heads)
     return LayerWork(
         Pass(_block_products(model, layout), (attention,), layout.element * forward, launches[0]),
         Pass(bytes=layout.element * (backward + 2 * columns), launches=launches[1]),
@@ -213,6 +211,7 @@ LLAMA = Family(
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.inputs": "attention inputs",
+        "blocks.*.attention.core": "attention core",
         "blocks.*.attention.query_norm": NORM_OF_HEADS,
         "blocks.*.attention.key_norm": NORM_OF_HEADS,
         "blocks.*.attention.output": "row",

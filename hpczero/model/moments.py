@@ -46,7 +46,7 @@ class BlockBytes:
 
     kept: float  # from a token, until its backward
     cheap: float  # of these, results of cheap operations
-    wide: float  # inside the feed-forward part, of a token on its way through backward
+    wide: float  # inside of its widest part, of a token on its way through backward
     product: float  # of the largest gradient of a weight
 
 

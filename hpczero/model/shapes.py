@@ -107,6 +107,11 @@ def ffn(model: Model) -> int:
     return -(-8 * model.hidden // (3 * 256)) * 256
 
 
+def index_of(block: "Layer") -> int:
+    """Return the number of a block among the blocks."""
+    return int(block.name.rpartition(".")[2])
+
+
 def window(model: Model, layer: int) -> int:
     """Return the number of keys that a query of a block sees; 0: all before it."""
     is_global = model.window_pattern and (layer + 1) % model.window_pattern == 0

@@ -36,7 +36,7 @@ class Core:
     """Attention between its maps: every query with its keys, then with their values.
 
     `keys`: the most that a query of the sequence sees. `visible`: how many it sees on average, of
-    those before it.
+    those before it. In blocks both are shares of what they are in dense attention.
     """
 
     heads: float  # of all samples together

@@ -38,7 +38,7 @@ from hpczero.parallel.pipeline.partition import (
 )
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
-from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
+from hpczero.parallel.tensor.attention_inputs import HeadsOfRank, core_of_rank
 from hpczero.parallel.tensor.cut_modules import CutModules
 from hpczero.parallel.tensor.linear import (
     ColumnLinear,
@@ -67,6 +67,7 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     "vocabulary": VocabularyLookup,
     "vocabulary loss": VocabularyCrossEntropy,
     "attention inputs": HeadsOfRank,
+    "attention core": core_of_rank,
     NORM_OF_HEADS: OnOwnRows,
     NORM_OF_ROWS: OnOwnRows,
     "dropout of rows": DropoutOnOwnRows,

@@ -6,11 +6,12 @@ and in how many keys their queries see.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hpczero.model.attention_layouts import LayoutRule, rule_of
 from hpczero.model.families import family
-from hpczero.model.shapes import Layer, window
+from hpczero.model.shapes import Layer, index_of, window
 from hpczero.model.work import Pass, WorkLayout
 from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
@@ -33,17 +34,20 @@ class Batch:
         return cls(count, sum(samples * times for samples, times in batches) / count)
 
 
+Kind = tuple[str, str, LayoutRule | int]
+
+
 class Alike(NamedTuple):
     """Layers that do the same: one of them, and how much of its forward backward repeats."""
 
     layer: Layer
     repeats: str  # "none", "selective" or "block"
-    window: int  # keys that a query of a block sees; 0: all
+    sees: LayoutRule | int  # what a query of a block sees: blocks, or how many keys; 0: all
 
     @property
-    def kind(self) -> tuple[str, str, int]:
+    def kind(self) -> Kind:
         """What says of two that they do the same."""
-        return self.layer.kind, self.repeats, self.window
+        return self.layer.kind, self.repeats, self.sees
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Part:
     layers: tuple[tuple[Alike, int], ...]
 
     @property
-    def kinds(self) -> tuple[tuple[tuple[str, str, int], int], ...]:
+    def kinds(self) -> tuple[tuple[Kind, int], ...]:
         return tuple((alike.kind, count) for alike, count in self.layers)
 
     @property
@@ -91,13 +95,15 @@ def parts_of(stage: Chunks, model: Model, memory: Memory) -> tuple[Part, ...]:
 
 
 def _part(chunk: Sequence[Layer], model: Model, memory: Memory) -> Part:
-    counts = Counter[tuple[str, str, int]]()
-    examples: dict[tuple[str, str, int], Alike] = {}
+    counts = Counter[Kind]()
+    examples: dict[Kind, Alike] = {}
     for layer in layers_that_run([chunk]):
-        reach = 0
+        sees: LayoutRule | int = 0
         if layer.kind == "blocks":
-            reach = window(model, int(layer.name.rpartition(".")[2]))
-        alike = Alike(layer, recomputed(memory, layer), reach)
+            sees = window(model, index_of(layer))
+            if rule := rule_of(model, index_of(layer)):
+                sees = replace(rule, layer=0)  # other random blocks are as many
+        alike = Alike(layer, recomputed(memory, layer), sees)
         counts[alike.kind] += 1
         examples.setdefault(alike.kind, alike)
     return Part(tuple((examples[kind], count) for kind, count in counts.items()))

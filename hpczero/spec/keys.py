@@ -156,7 +156,10 @@ def _allowed(annotation: Any, metadata: list[Any]) -> str:
     if origin is typing.Literal:
         return join_words([toml_repr(choice) for choice in typing.get_args(annotation)], "or")
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_allowed(choice, []) for choice in typing.get_args(annotation))
+        choices = [_allowed(choice, []) for choice in typing.get_args(annotation)]
+        alike = [f"a list, each {choice}" for choice in choices]
+        choices = ["a list of such" if choice in alike else choice for choice in choices]
+        return ", or ".join(choices) if "a list of such" in choices else " or ".join(choices)
     if origin is tuple and typing.get_args(annotation)[-1] is ...:
         return f"a list, each {_allowed(typing.get_args(annotation)[0], [])}"
     if origin is dict:

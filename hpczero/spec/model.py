@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import StrictBool
 
+from hpczero.spec.attention import Attention
 from hpczero.spec.table import Factory, Table, key
 
 
@@ -153,9 +154,9 @@ class Model(Table):
     embedding_scale: float = key(
         1.0, "identity", "llama: factor of the embedding (Gemma: sqrt(hidden))", gt=0, le=1e6
     )
+    attention: Attention = Attention()
 
 
 _NAMES = list(Model.model_fields)
-OF_LLAMA = tuple(
-    _NAMES[_NAMES.index("kv_heads") :]
-)  # keys that other families leave at their default
+# keys that other families leave at their default
+OF_LLAMA = tuple(_NAMES[_NAMES.index("kv_heads") : _NAMES.index("attention")])

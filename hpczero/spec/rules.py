@@ -9,6 +9,8 @@ from hpczero.spec.keys import Contradiction
 from hpczero.spec.model import OF_LLAMA, Model
 from hpczero.spec.rules_of_replicas import RULES as OF_REPLICAS
 from hpczero.spec.rules_of_replicas import without_effect_of_replicas
+from hpczero.spec.rules_of_sequences import RULES as OF_SEQUENCES
+from hpczero.spec.rules_of_sequences import without_effect_of_sequences
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import join_words, toml_repr
 
@@ -76,12 +78,11 @@ def without_effect(spec: Spec) -> list[str]:
             f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "
             "parallel.pipeline = 1: there is one stage"
         )
-    return notes + without_effect_of_replicas(spec) + _unused_keys(spec.model)
+    notes += without_effect_of_replicas(spec) + without_effect_of_sequences(spec)
+    return notes + (_unused_by_llama(spec.model) if spec.model.family == "llama" else [])
 
 
-def _unused_keys(model: Model) -> list[str]:
-    if model.family != "llama":
-        return []
+def _unused_by_llama(model: Model) -> list[str]:
     default = type(model)()
     return [
         f"model.{key} = {toml_repr(getattr(model, key))} has no effect with "
@@ -386,6 +387,7 @@ _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
         _checkpoint,
         _device,
         _memory,
+        *OF_SEQUENCES,
         *OF_REPLICAS,
     ),
 )

@@ -5,9 +5,9 @@ another run (refused on resume), `changeable` is logged, `site` only says where 
 the job is started. Every key here works: a key of a later version is not accepted before.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import StrictBool
+from pydantic import Field, StrictBool
 
 from hpczero import env
 from hpczero.spec.batch import Batch
@@ -153,8 +153,13 @@ class Optimizer(Table):
     outer: Outer = Outer()
 
 
+Phase = Annotated[
+    tuple[Positions, Annotated[int, Field(ge=1, le=100_000_000)]], Field(strict=False)
+]
+
+
 class Schedule(Table):
-    """The learning rate over the steps."""
+    """The learning rate over the steps, and the length of sequences."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = key(
         "cosine", "changeable", "shape after the warm-up; wsd: constant, then decay_steps of decay"
@@ -164,6 +169,12 @@ class Schedule(Table):
         0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0, le=LARGEST
     )
     min_lr: float = key(0.0, "changeable", "learning rate at the end", ge=0)
+    seq_len: Annotated[tuple[Phase, ...], Field(strict=False)] = key(
+        (),
+        "changeable",
+        "[[0, 512], [2000, 4096]]: from step 0 on sequences of 512 tokens, from step 2000 on of "
+        "4096, with as many tokens in a batch and a micro-batch; []: all as long as data.seq_len",
+    )
 
 
 class Parallel(Table):
@@ -349,6 +360,23 @@ class Spec(Table):
     def seq_len(self) -> int:
         """Tokens in a sequence that the job reads."""
         return self.data.seq_len or self.model.seq_len
+
+    def at_step(self, step: int) -> "Spec":
+        """Return the job with the sequences of this step, counted from 0, and as many tokens."""
+        lengths = [length for first, length in self.schedule.seq_len if first <= step]
+        if not lengths or lengths[-1] == self.seq_len:
+            return self
+        times = self.seq_len // lengths[-1]
+        train = {
+            "global_batch": self.train.global_batch * times,
+            "micro_batch": self.train.micro_batch * times,
+        }
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update={"seq_len": lengths[-1]}),
+                "train": self.train.model_copy(update=train),
+            }
+        )
 
     @property
     def compresses_gathers(self) -> bool:

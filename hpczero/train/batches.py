@@ -15,7 +15,7 @@ variance by fewer numbers: the mean of m windows differs by s^2 / m.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite, sqrt
 from operator import add
 
@@ -31,12 +31,16 @@ from hpczero.spec.schema import Spec
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batches, the same for any number of `data_ranks`; this rank reads its part."""
+    """The global batches, the same for any number of `data_ranks`; this rank reads its part.
+
+    Evaluations have the longest sequences.
+    """
 
     spec: Spec
     source: TokenSource
     data_rank: int
     data_ranks: int
+    _shorter: dict[int, "Batches"] = field(init=False, default_factory=dict, repr=False)
 
     def parts(self) -> list[range]:
         """Return this rank's positions in the global batch, a range per micro-batch.
@@ -49,6 +53,16 @@ class Batches:
         )
 
     def training(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step, in sequences as long as `schedule.seq_len` says."""
+        spec = self.spec.at_step(step)
+        if spec is self.spec:
+            return self._of_step(step)
+        if spec.seq_len not in self._shorter:
+            source = self.source.of_length(spec.seq_len)
+            self._shorter[spec.seq_len] = replace(self, spec=spec, source=source)
+        return self._shorter[spec.seq_len]._of_step(step)
+
+    def _of_step(self, step: int) -> list[MicroBatch]:
         windows = self.source.windows("train")
         first = step * self.spec.train.global_batch
         return [self._read("train", windows, first, part, step) for part in self.parts()]

@@ -46,9 +46,10 @@ def batches(
 ) -> Iterator[GlobalBatch]:
     """Return the global batches of the steps from `engine.steps` to `train.steps`.
 
-    Of the spec count [data], `model.seq_len`, `model.vocab`, `seed` and of [train] the numbers of
-    steps and samples. With the split "validation" they are those of an evaluation
-    (`train.eval_batches`), the same ones each time. Collective; every rank takes all of them.
+    Of the spec count [data], `model.seq_len`, `schedule.seq_len`, `model.vocab`, `seed` and of
+    [train] the numbers of steps and samples. With the split "validation" they are those of an
+    evaluation (`train.eval_batches`), the same ones each time. Collective; every rank takes all of
+    them.
     """
     engine.refuse_closed()
     run = engine.run

@@ -36,7 +36,7 @@ from hpczero.train.run_directory import path_of
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BEGINNING = ("checkpoint.resume", "checkpoint.weights_only")  # the keys that say how a run begins
-_CUTS = ("data.seq_len", "data.documents")  # the keys that cut text into sequences
+_LENGTHS = ("data.seq_len", "schedule.seq_len")  # the keys of sequences' lengths
 _SHOWN = 5  # tensors in a message
 _DATA, _VALUES = "data.fingerprint", "model.initial_values"
 
@@ -222,7 +222,9 @@ def other_data(content: Content, spec: Spec, step: int) -> list[str]:
     The data goes on at this step's batch of the new size.
     """
     there, here = flat(content.spec), flat(spec.model_dump(mode="json"))
-    cut = [name for name in _CUTS if step and name in there and there[name] != here[name]]
+    lengthened = _length(there, step) != _length(here, step)
+    cuts = ("data.documents", *(_LENGTHS if lengthened else ()))
+    cut = [name for name in cuts if step and name in there and there[name] != here[name]]
     again = "sequences are cut anew, and some text comes once more before all has come"
     warnings = [f"{name} was {there[name]} and is {here[name]}: {again}" for name in cut]
     before, now = there["train.global_batch"], spec.train.global_batch
@@ -234,6 +236,15 @@ def other_data(content: Content, spec: Spec, step: int) -> list[str]:
         what = f"samples {begins} to {seen - 1} come once more"
     condition = f"if it was {before} in all {step} steps"
     return [*warnings, f"train.global_batch was {before} and is {now}: {what} ({condition})"]
+
+
+def _length(values: Mapping[str, Any], step: int) -> object:
+    """Return the tokens of a sequence at a step, by the keys of a spec."""
+    try:
+        lengths = [length for first, length in values["schedule.seq_len"] if first <= step]
+    except (TypeError, ValueError):  # as another version, or a stranger, wrote it
+        return None
+    return lengths[-1] if lengths else values["data.seq_len"] or values["model.seq_len"]
 
 
 def refuse_another_model(checkpoint: Checkpoint, tensors: Shapes, buffers: Shapes | None) -> None:

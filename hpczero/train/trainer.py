@@ -107,6 +107,7 @@ class Trainer:
         with StopRequests(folder, self.deadline) as requests:
             try:
                 for step in range(first, steps):
+                    self._say_new_length(step)
                     outcome = self._keep(self._step(step, prefetcher, requests, outcome))
                     if outcome.state != "running":
                         break
@@ -114,6 +115,12 @@ class Trainer:
                 prefetcher.close()
         self.engine.wait_for_weights()
         return outcome
+
+    def _say_new_length(self, step: int) -> None:
+        """Say where sequences begin to be longer or shorter than before."""
+        length = self.spec.at_step(step).seq_len
+        if self.reporter and step and length != self.spec.at_step(step - 1).seq_len:
+            self.reporter.event("sequences", step=step + 1, seq_len=length)
 
     def _save_estimate(self) -> float:
         """Return the seconds of a save."""

@@ -17,10 +17,20 @@ from typing import Any
 import torch
 from numba.core import config
 
-from hpczero_kernels.table import CUDA, FLOATS, MIN_CAPABILITY, NUMBA, TABLE, TORCH, Implementation
+from hpczero_kernels.table import (
+    CUDA,
+    FLEX,
+    FLOATS,
+    MIN_CAPABILITY,
+    NUMBA,
+    TABLE,
+    TORCH,
+    Implementation,
+)
 
 __all__ = [
     "CUDA",
+    "FLEX",
     "NUMBA",
     "SIMULATED",
     "TORCH",
@@ -128,7 +138,7 @@ def _missing(implementation: Implementation) -> str:
     """Return the reason why it is not available on this process's device, "" if it is."""
     if SIMULATED:
         return ""
-    if implementation.name == CUDA and torch.cuda.is_available():
+    if implementation.name in (CUDA, FLEX) and torch.cuda.is_available():
         if torch.version.cuda is None:
             return "the kernels are for NVIDIA's GPUs"
         if torch.cuda.get_device_capability() < MIN_CAPABILITY:

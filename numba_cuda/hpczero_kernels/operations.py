@@ -10,6 +10,10 @@ from functools import partial
 from torch import Tensor
 
 from hpczero_kernels.attention import attention, attention_reference
+from hpczero_kernels.block_sparse import (
+    block_sparse_attention,
+    block_sparse_attention_reference,
+)
 from hpczero_kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from hpczero_kernels.dispatch import TORCH
 from hpczero_kernels.dropout import dropout
@@ -33,6 +37,7 @@ from hpczero_kernels.soft_cap import soft_cap, soft_cap_reference
 @dataclass(frozen=True)
 class Operations:
     attention: Callable[..., Tensor]
+    block_sparse_attention: Callable[..., Tensor]
     layer_norm: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -46,6 +51,7 @@ class Operations:
 
 AUTO = Operations(
     attention,
+    block_sparse_attention,
     layer_norm,
     rms_norm,
     add_layer_norm,
@@ -58,6 +64,7 @@ AUTO = Operations(
 )
 PYTORCH = Operations(
     attention_reference,
+    block_sparse_attention_reference,
     layer_norm_reference,
     rms_norm_reference,
     add_layer_norm_reference,

@@ -4,12 +4,13 @@ torch   PyTorch's own operations; every other implementation is tested against t
 numba   kernels for CPUs, where they were measured faster (docs/kernels.md)
 cuda    kernels for NVIDIA GPUs, by the package numba-cuda; it is imported when the first kernel is
         chosen, and nowhere else
+flex    PyTorch's flex attention, which compiles a kernel for NVIDIA GPUs (Dong et al. 2024)
 """
 
 from dataclasses import dataclass
 from importlib import util
 
-TORCH, NUMBA, CUDA = "torch", "numba", "cuda"
+TORCH, NUMBA, CUDA, FLEX = "torch", "numba", "cuda", "flex"
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
 MIN_CAPABILITY = 8, 0  # compute capability that a GPU needs: its conversions to bf16
 
@@ -27,7 +28,11 @@ class Implementation:
 
     def missing_reason(self) -> str:
         """Return the reason why this environment lacks it, "" if it is available."""
-        needed = {NUMBA: ("numba", "numba"), CUDA: ("numba_cuda", "numba-cuda")}
+        needed = {
+            NUMBA: ("numba", "numba"),
+            CUDA: ("numba_cuda", "numba-cuda"),
+            FLEX: ("triton", "triton"),
+        }
         if self.name == TORCH:
             return ""
         module, package = needed[self.name]
@@ -41,6 +46,7 @@ class Implementation:
 _TORCH = Implementation(TORCH)
 _NUMBA = Implementation(NUMBA, "cpu", FLOATS)
 _CUDA = Implementation(CUDA, "cuda", FLOATS)
+_FLEX = Implementation(FLEX, "cuda", FLOATS)
 
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "adamw": (_CUDA, _NUMBA, _TORCH),
@@ -54,6 +60,7 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "glu": (_CUDA, _NUMBA, _TORCH),
     "dropout": (_CUDA, _NUMBA, _TORCH),
     "cross_entropy": (_CUDA, _TORCH),
+    "block_sparse": (_FLEX, _NUMBA, _TORCH),
     "rotary": (_CUDA, _NUMBA, _TORCH),
     "soft_cap": (_CUDA, _NUMBA, _TORCH),
 }

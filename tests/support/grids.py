@@ -15,7 +15,18 @@ from hpczero.device import CPU
 from hpczero.model import families
 from hpczero.model.shapes import ZEROS
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.spec.schema import Data, Memory, Model, Optimizer, Parallel, Spec, Train, Zero
+from hpczero.spec.attention import Attention
+from hpczero.spec.schema import (
+    Data,
+    Memory,
+    Model,
+    Optimizer,
+    Parallel,
+    Schedule,
+    Spec,
+    Train,
+    Zero,
+)
 from tests.support.covering import Case, covering
 from tests.support.training import Record, assert_same, train
 
@@ -65,11 +76,29 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
         "documents": ["packed", "masked", "padded"],
         "length": [0, 21],  # tokens of a sequence; 0: as many as the model takes
         "family": ["gpt", "llama", "fewer keys", "relative"],
+        "attention": [*ATTENTION],
+        "grows": [False, True],  # the first two steps have sequences of a third
     }
 
 
+ATTENTION: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "bigbird": {"kind": "bigbird", "block": 8, "window": 1, "random": 1, "heads": "different"},
+    "fixed": {"kind": "fixed", "block": 8, "window": 2, "heads": "different"},
+    "of each kind": {
+        "kind": ("local", "longformer", "dense", "strided", "variable"),
+        "block": (8, 9, 16),
+        "window": 2,
+        "groups": (1, 2),
+        "heads": "different",
+    },
+}
+
+
 def possible(case: Case) -> bool:
-    """Leave out settings of an axis that is not there."""
+    """Leave out settings of an axis that is not there, and windows beside blocks."""
+    if case.get("family") == "relative" and case.get("attention", "dense") != "dense":
+        return False
     tensor, pipeline = case.get("grid", (2, 2))
     schedule, sequence = case.get("schedule", "1f1b"), case.get("sequence", False)
     return (pipeline > 1 or schedule == "1f1b") and (tensor > 1 or not sequence)
@@ -109,13 +138,9 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
     states = {"stage": case["stage"], "node_shared": case["shared"]}
     states["shard_ranks"] = case.get("shards", "all")
     family = of_family(case.get("family", "gpt"), shape["heads"])
+    family["attention"] = Attention(**ATTENTION[case.get("attention", "dense")])
     return Spec(
         model=Model(**shape, **family, dropout=case["dropout"], tied_embeddings=case["tied"]),
-        data=Data(
-            source="synthetic",
-            documents=case.get("documents", "packed"),
-            seq_len=case.get("length", 0),
-        ),
         train=Train(
             **{
                 **batches,
@@ -126,9 +151,21 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
             }
         ),
         optimizer=Optimizer(lr=3e-3, eps=1e-4),
+        **sequences(case, shape["seq_len"]),
         zero=Zero(**states),
         parallel=Parallel(**layout, schedule=case["schedule"], chunks=chunks),
     )
+
+
+def sequences(case: Case, longest: int) -> dict[str, Any]:
+    length = case.get("length", 0)
+    whole = length or longest
+    grows = ((0, whole // 3), (2, whole)) if case.get("grows") else ()
+    documents = case.get("documents", "packed")
+    return {
+        "data": Data(source="synthetic", documents=documents, seq_len=length),
+        "schedule": Schedule(seq_len=grows),
+    }
 
 
 def of_family(name: str, heads: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from hpczero import cli
 from hpczero.model import build, families
+from hpczero.spec.attention import Attention
 from hpczero.spec.load import to_toml
 from hpczero.spec.model import Model
 from hpczero.spec.schema import Data, Spec
@@ -18,6 +19,14 @@ from hpczero.spec.schema import Data, Spec
 MODELS = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "kv_heads": 2},
+    "blocks": {
+        "family": "llama",
+        "kv_heads": 1,
+        "attention_cap": 1.0,
+        "attention": Attention(
+            kind=("bigbird", "fixed", "strided"), block=8, window=2, heads="different"
+        ),
+    },
     "relative": {
         "family": "llama",
         "kv_heads": 1,

@@ -1,6 +1,7 @@
 """A whole training run on the ranks of a world, recorded on every one of them."""
 
 import json
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ class LearnableSource(SyntheticSource):
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec.seed, spec.model.vocab, spec.seq_len)
         self.documents = spec.data.documents
+
+    def of_length(self, seq_len: int) -> "LearnableSource":
+        shorter = copy(self)
+        shorter._seq_len = seq_len
+        return shorter
 
     def windows(self, split: str) -> int:
         return 13 if split == "validation" else super().windows(split)

@@ -33,14 +33,16 @@ ALLOWED = {
     "verbs": {"arguments", "verb_groups"},
     "verb_groups": {"arguments"},
     "arguments": set(),
+    "hashing": set(),
     "__main__": {"cli"},
     "": {"env", "kernel_cache", "train.initialize", "comm.world", "data"},
     "spec": {"errors", "env", "machine", "safe_files", "text"},
     "spec.rules": {"errors", "text", "model.families", "model.shapes"},
+    "spec.rules_of_sequences": {"text", "model.attention_layouts", "model.families"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
-    "model": {"hpczero_kernels", "spec", "errors", "device"},
+    "model": {"hpczero_kernels", "spec", "errors", "device", "hashing"},
     "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}
-    | {"model.shapes", "model.families", "model.work"}
+    | {"model.shapes", "model.families", "model.work", "model.attention_layouts"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
     | {"parallel.replicas.exchanged", "parallel.replicas.sizes", "parallel.zero.gather_sizes"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
@@ -52,9 +54,9 @@ ALLOWED = {
     | {"hpczero_kernels", "errors", "device", "safe_files"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "huggingface": {"errors", "safe_files", "spec", "text", "model.shapes", "model.families"}
-    | {"checkpoint", "data"},
+    | {"checkpoint", "data", "model.attention_layouts"},
     "hdf5": {"errors", "safe_files"},
-    "data": {"errors", "env", "kernel_cache", "spec", "text", "hdf5", "safe_files"},
+    "data": {"errors", "env", "hashing", "kernel_cache", "spec", "text", "hdf5", "safe_files"},
     "checkpoint": {"errors", "env", "spec", "text", "hdf5", "lock", "safe_files", ""}
     | {"comm.world", "comm.objects", "model.shapes", "model.families", "parallel.layout"}
     | {"data.token_file", "data.tokenizer"},
@@ -75,8 +77,9 @@ ALLOWED = {
     | {"model.families", "planner.volumes", "train.trace_file"},
     "calibrate.replay": {"comm.trace", "parallel.pipeline.schedule", "planner"}
     | {"train.trace_file", "calibrate.run_trace"},
-    "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "text", "spec", "batch"}
+    "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "svg", "text", "spec"}
     | {
+        "batch",
         "calibrate",
         "checkpoint",
         "comm",
@@ -84,6 +87,7 @@ ALLOWED = {
         "doctor",
         "huggingface",
         "inference",
+        "model.attention_layouts",
         "model.shapes",
         "model.families",
         "planner",
@@ -93,6 +97,8 @@ ALLOWED = {
 }
 PURE = (
     *(
+        "hashing",
+        "model.attention_layouts",
         "model.shapes",
         "model.families",
         "model.work",
@@ -115,7 +121,7 @@ WITHOUT_TORCH = (
     "commands.init",
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
-    "commands.explain",
+    *("commands.explain", "commands.show"),
     *("commands.export_import", "commands.tokenizer", "huggingface"),
     *("commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpczero.comm.group import Group
+from hpczero.model.attention import AttentionCore
 from hpczero.model.modules import Linear
 from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.linear import Residual, columns, sum_gradients
@@ -31,9 +33,9 @@ class HeadsOfRank(nn.Module):
         self._seen: list[int] | None = None  # of each of the rank's queries: its head of keys
         group = residual.group
         if group.size > serial.kv_heads:
-            own = shard_range(serial.heads, 1, group.size, group.rank)
             each = serial.heads // serial.kv_heads
-            self._seen = [head // each for head in range(own.start, own.stop)]
+            own = heads_of_rank(serial.heads, serial.kv_heads, group)
+            self._seen = [head // each for head in own]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layout = self._residual.layout
@@ -61,3 +63,17 @@ class HeadsOfRank(nn.Module):
             return part
         of_heads = part.unflatten(-1, (-1, self._head_dim))
         return of_heads[:, :, heads].flatten(2)
+
+
+def core_of_rank(serial: Any, residual: Residual) -> AttentionCore:
+    """Tell attention which heads of queries this rank has: layouts of blocks may differ by head."""
+    core: AttentionCore = serial
+    core.heads = heads_of_rank(core.all_heads, core.kv_heads, residual.group)
+    return core
+
+
+def heads_of_rank(heads: int, kv_heads: int, group: Group) -> range:
+    """Return the heads of queries of this rank, those that share keys together if they can be."""
+    together = heads // kv_heads if group.size <= kv_heads else 1
+    own = shard_range(heads, together, group.size, group.rank)
+    return range(own.start, own.stop)

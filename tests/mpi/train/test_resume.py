@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,23 @@ def test_what_the_new_precision_and_batch_mean(world: World, shared_folder: str)
         assert "train.global_batch was 5 and is 8: samples 50 to 79 are left out" in warning
         checkpoints.spec = with_train(checkpoints.spec, global_batch=4)
         assert "samples 40 to 49 come once more" in checkpoints.resume().warnings[0]
+
+
+def test_text_that_is_cut_anew_is_told_and_a_later_change_is_not(
+    world: World, shared_folder: str
+) -> None:
+    spec = divided(shared_folder)
+    whole = spec.seq_len
+    begins_at(world, spec, 10)
+
+    def warnings(*phases: tuple[int, int]) -> Sequence[str]:
+        lengths = spec.schedule.model_copy(update={"seq_len": phases})
+        with engine_on(world, spec.model_copy(update={"schedule": lengths})) as (_, checkpoints):
+            return checkpoints.resume().warnings
+
+    (warning,) = warnings((0, whole // 2))
+    assert warning.startswith(f"schedule.seq_len was [] and is [[0, {whole // 2}]]: sequences are")
+    assert not warnings((0, whole // 2), (10, whole))  # what is done had the longest
 
 
 def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str) -> None:

@@ -19,6 +19,7 @@ from hpczero.huggingface.architectures import (
 from hpczero.huggingface.config import Config
 from hpczero.huggingface.tensor_names import views
 from hpczero.model.families import layers
+from hpczero.spec.attention import Attention
 from hpczero.spec.schema import Model
 
 LLAMA = {
@@ -227,6 +228,11 @@ def test_a_model_that_no_architecture_is_says_which_key_is_in_the_way() -> None:
         architecture_for(odd, None)
     with pytest.raises(InputError, match=r"Phi3ForCausalLM cannot have model\.qkv_bias = true"):
         architecture_for(Model(family="llama", qkv_bias=True), "Phi3ForCausalLM")
+    for kind in (("dense", "local"), "bigbird"):
+        blocks = Model(family="llama", attention=Attention(kind=kind))
+        with pytest.raises(InputError, match=r"cannot have model\.attention\.kind = "):
+            architecture_for(blocks, None)
+    assert architecture_for(Model(family="llama", attention=Attention(window=9)), None)
 
 
 @pytest.mark.parametrize(

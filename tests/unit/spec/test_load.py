@@ -98,10 +98,7 @@ def test_set_mistakes(write: Write, option: str, expected: str) -> None:
     assert expected in refusal(write(""), option)
 
 
-def test_all_mistakes_at_once_each_with_its_line(write: Write) -> None:
-    write("train.steps = 10\ncomm = 3\noptimizer.betas = [0.9, 2]\n", "base.toml")
-    path = write(
-        """extends = "base.toml"
+MISTAKES = """extends = "base.toml"
 nmae = "x"
 [train]
 stesp = 1
@@ -117,7 +114,11 @@ warmup_steps = 500
 [qqq]
 [optimiser]
 """
-    )
+
+
+def test_all_mistakes_at_once_each_with_its_line(write: Write) -> None:
+    write("train.steps = 10\ncomm = 3\noptimizer.betas = [0.9, 2]\n", "base.toml")
+    path = write(MISTAKES)
     assert refusal(path).splitlines() == [
         "12 mistakes in spec.toml:",
         "  base.toml:2: comm = 3: comm is a table: write it as [comm], with its keys below",
@@ -143,8 +144,9 @@ warmup_steps = 500
             "write it once, as [model], not [[model]]"
         ),
         (
-            "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, "
-            "optimizer.outer, schedule, parallel, zero, memory, comm, checkpoint, paths and batch"
+            "  spec.toml:14: [qqq]: unknown table; the tables are model, model.attention, data, "
+            "train, optimizer, optimizer.outer, schedule, parallel, zero, memory, comm, "
+            "checkpoint, paths and batch"
         ),
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]

@@ -91,5 +91,6 @@ def test_values_as_messages_show_them() -> None:
     assert len(toml_repr(list(range(10_000)))) < 70
     assert len(toml_repr([["x" * 1000] * 100] * 100)) < 100
     assert toml_repr(10**5000) == "a whole number of 16610 bits"
-    assert toml_repr([True, 1.5, [1]]) == "[true, 1.5, […]]"
+    assert toml_repr([True, 1.5, [1, 2]]) == "[true, 1.5, [1, 2]]"
+    assert toml_repr([[[1]], ["x"]]) == "[[…], […]]"
     assert printable("a\tb\r\n") == "a\\tb\\r\\n"

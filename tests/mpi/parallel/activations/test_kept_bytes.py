@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 4},
     "fewer keys": {"family": "llama", "kv_heads": 4, "heads": 8, "head_dim": 8},
     "relative": {"family": "llama", "qk_norm": True, "post_norms": True, "attention_cap": 5.0},
+    "blocks": {"family": "llama", "kv_heads": 4, "attention": {"kind": "bigbird", "block": 16}},
     "torch": {"family": "llama", "kernels": "torch", "norm_offset": True},
 }
 SAMPLES = 2

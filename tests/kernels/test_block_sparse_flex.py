@@ -1,0 +1,72 @@
+"""Flex attention gets the layouts of block-sparse attention; what it refuses is done in chunks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero_kernels import block_sparse_flex
+from hpczero_kernels.block_sparse import block_sparse_attention_reference
+from tests.support.block_layouts import Case, distances
+
+
+@pytest.mark.parametrize("block", [16, 24, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_flex_attention_gets_is_the_same_mask(
+    block: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    case = Case(
+        391, block, causal, 4, 2, 2, 8, 0.6, 2, ((100, 300, 391), (391,)), cap=2.0, scale=0.3
+    )
+    *parts, _ = case.tensors()
+    layout = case.layout()
+    monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: flex.flex_attention)
+    found = block_sparse_flex.flex_block_sparse(*parts, layout, case.documents, 2.0, 0.3)
+    expected = block_sparse_attention_reference(*parts, layout, case.documents, 2.0, 0.3)
+    assert found is not None
+    assert max(distances([found], [expected])) <= 1e-5
+    mask = block_sparse_flex.mask_of(layout, 2, 391, case.documents, parts[0].device)
+    theirs = flex.create_block_mask(mask.mask_mod, 2, 4, 391, 391, device="cpu")
+    for of_tiles in ("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices"):
+        ours, right = (
+            numbers_to_tiles(*(getattr(one, name) for name in of_tiles)) for one in (mask, theirs)
+        )
+        assert torch.equal(ours, right)
+
+
+def numbers_to_tiles(count: Tensor, numbers: Tensor) -> Tensor:
+    tiles = torch.zeros(numbers.shape, dtype=torch.bool)
+    within = torch.arange(numbers.shape[-1]) < count[..., None]
+    return tiles.scatter_(-1, numbers.long(), within)
+
+
+def test_what_flex_attention_refuses_is_done_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def refuses(*_: object) -> None:
+        calls.append(1)
+        raise RuntimeError("no shared memory")
+
+    monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: refuses)
+    for kept in ("_refused", "_taken"):
+        monkeypatch.setattr(block_sparse_flex, kept, set())
+    *parts, _ = Case().tensors()
+    for _ in range(2):
+        assert block_sparse_flex.flex_block_sparse(*parts, Case().layout(), None, 0.0, 1.0) is None
+    assert len(calls) == 1
+
+
+def test_no_more_cases_are_compiled_than_pytorch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: lambda *_: "compiled")
+    monkeypatch.setattr(block_sparse_flex, "_taken", set())
+
+    def computed(seq: int) -> object:
+        case = Case(seq)
+        *parts, _ = case.tensors()
+        return block_sparse_flex.flex_block_sparse(*parts, case.layout(), None, 0.0, 1.0)
+
+    first = [computed(seq) for seq in range(1, block_sparse_flex._MOST + 1)]
+    assert set(first) == {"compiled"}
+    assert computed(1000) is None
+    assert computed(3) == "compiled"
