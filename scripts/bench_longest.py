@@ -4,9 +4,9 @@
     python scripts/bench_longest.py --gib 8
 
 A try is a process that takes two steps of one sequence and says the most memory that it held; it
-ends as soon as it holds more than the limit. Freed memory goes back to the system at once (that is
-slower): what malloc keeps in pieces is half as much again, and differs from try to try. Lengths are
-doubled, then halved in between, until the longest that fits and the shortest that does not are
+ends as soon as it holds more than the limit. Freed memory goes back to the system at once, as in a
+run where memory is short (what malloc keeps otherwise lies in pieces, half as much again). Lengths
+are doubled, then halved in between, until the longest that fits and the shortest that does not are
 within a sixteenth of each other. Time of flash attention grows with the square of the length, so
 that it is only tried at the first length at which blocks do not fit.
 """
@@ -54,7 +54,7 @@ def options() -> argparse.Namespace:
 def inside(arguments: argparse.Namespace, way: str, length: int) -> None:
     """Take two steps, and print the most memory that they held."""
     limit = arguments.gib * 2**30
-    malloc.keep_no_free_memory()  # what is needed, not what its pieces happen to leave unused
+    malloc.keep_no_free_memory()
 
     def watch() -> None:
         while process.peak_resident() <= limit:
