@@ -80,8 +80,13 @@ def inside(arguments: argparse.Namespace, way: str, length: int) -> None:
         },
     )
     with sdpa_kernel(SDPBackend.MATH) if way == _PLAIN else nullcontext():
-        for _ in range(2):
-            job.step()
+        try:
+            for _ in range(2):
+                job.step()
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            os._exit(_TOO_MUCH)  # more at once than the machine has
     print(json.dumps(process.peak_resident()), flush=True)
 
 
