@@ -29,7 +29,7 @@ _SIDE, _MARGIN, _TOP = 640, 20, 60  # pixels of a picture
 
 @dataclass(frozen=True)
 class Seen:
-    """What the heads of a layer see of some positions."""
+    """Figures of a layer's layout at so many positions."""
 
     layer: int
     kind: str

@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """What makes the layout of a layer's attention, for any number of positions."""
+    """The rule of a layer's layout of attention, for any number of positions."""
 
     layer: int  # that random blocks depend on; 0 if there are none
     kind: str

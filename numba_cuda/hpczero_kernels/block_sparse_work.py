@@ -23,7 +23,7 @@ _SINGLE = Lock()  # while it is held, PyTorch's operations have one thread each
 
 
 class _Room:
-    """What one thread makes of a chunk, in memory that it uses again for the next one."""
+    """The memory of one thread for a chunk, used again for the next one."""
 
     def __init__(self, plan: Plan, passes: CpuPasses | TorchPasses, like: Tensor) -> None:
         self.passes = passes

@@ -12,7 +12,9 @@ from hpczero.spec.rules import contradictions, without_effect
 from hpczero.spec.schema import Data, Schedule, Spec
 
 
-def spec(model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **keys: Any):  # type: ignore[no-untyped-def]
+def spec(
+    model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **keys: Any
+) -> Spec:
     family = {"family": "llama", "seq_len": 512} | (model or {})
     return Spec(model=Model(attention=Attention(**keys), **family), data=Data(**(data or {})))
 
