@@ -68,6 +68,11 @@ def use_numba_cache(folder: Path) -> None:
     os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
+def encode_by_one_thread() -> None:
+    """Have the package `tokenizers` use one core of this process, whatever there are."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def tells_malloc() -> bool:
     """Return True if the environment configures glibc's malloc."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(

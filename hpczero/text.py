@@ -118,13 +118,17 @@ def log_value(item: object) -> str:
     if isinstance(item, float):
         return f"{item:.5g}"
     if isinstance(item, Mapping):
-        item = ",".join(f"{key}:{entry}" for key, entry in item.items())
+        item = ",".join(f"{key}:{_entry(entry)}" for key, entry in item.items())
     elif isinstance(item, (list, tuple)):
         item = ",".join(map(str, item))
     text = escaped(str(item).replace("\\", "\\\\"))
     if text and not any(character in text for character in ' "='):
         return text
     return '"' + text.replace('"', '\\"') + '"'
+
+
+def _entry(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def format_loss(figure: float | None) -> str:

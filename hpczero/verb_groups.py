@@ -20,7 +20,7 @@ _TENSORS = argument(
     "tensors by name, as in a shell; without *, ? and [: those that contain it",
     nargs="?",
 )
-_TOKEN_FILE = argument("path", "the token file")
+_TOKEN_FILE = argument("path", "the token file, or tokens of Megatron-LM, datatrove or numpy")
 _TEXTS = argument(
     "paths PATH", "files, folders or globs; .txt .md .py .jsonl, also as .gz", nargs="+"
 )
@@ -77,6 +77,20 @@ DATA_VERBS = {
             default=0.05,
         ),
         _FIELD,
+        argument(
+            "--workers N",
+            "processes that encode (default: the cores; little text needs none)",
+            type=int,
+        ),
+        argument(
+            "--max-bad N",
+            "lines and rows that may be left out because they are no text (default: 0)",
+            type=int,
+            default=0,
+        ),
+        argument("--submit SPEC", "do it in a job, on a node as the [batch] of this spec says"),
+        SET,
+        flag("--dry-run", "with --submit: print the script, and submit nothing"),
     ),
     "tokenizer": verb_group(
         "train a tokenizer, or look into one",

@@ -3,21 +3,29 @@
 
     python scripts/bench_tokenizing.py FOLDER               200 MB of the folder's text
     python scripts/bench_tokenizing.py FOLDER --rounds 3 --megabytes 50
+    python scripts/bench_tokenizing.py FOLDER --tables      half in .jsonl.zst, half in .parquet
 
 The text of FOLDER is repeated, each copy with words of its own, until there is enough. The bare
 package reads the same files and encodes them in batches of the same size on all cores; it writes
 nothing. In a round each is a process of its own: ours, bare, ours again, bare again (which show the
-noise). Times are whole processes; peaks are the largest resident memory.
+noise). Times are whole processes with their workers; peaks are the most memory of all of them
+(shared pages counted once), looked at ten times a second. With --tables a document is a file of
+FOLDER, and the bare package reads the same text as files without compression.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -61,14 +69,47 @@ def corpus(source: Path, target: Path, size: int) -> int:
     return written
 
 
+def tables(text: Path, target: Path) -> None:
+    """Write every other file of `text` into one .jsonl.zst, the others into one .parquet."""
+    import pyarrow
+    import pyarrow.parquet
+    from backports import zstd
+
+    paths = sorted(text.iterdir())
+    documents = [path.read_text().split("\n\n\n") for path in paths]
+    lines = "".join(
+        json.dumps({"text": one}) + "\n" for part in documents[::2] for one in part if one
+    )
+    safe_files.write(target / "lines.jsonl.zst", zstd.compress(lines.encode()))
+    rows = [one for part in documents[1::2] for one in part if one]
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), target / "rows.parquet")
+
+
 def run(command: Sequence[str]) -> tuple[float, float, float]:
-    """Return wall seconds, processor seconds and peak gigabytes of a process."""
+    """Return wall seconds, processor seconds and peak gigabytes of a process and its workers."""
     began = time.perf_counter()
     pid = os.spawnv(os.P_NOWAIT, command[0], list(command))
+    peak, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.1):
+            with contextlib.suppress(psutil.Error):
+                top = psutil.Process(pid)
+                held = 0
+                for process in (top, *top.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        held += process.memory_full_info().pss
+                peak = max(peak, held)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     _, status, used = os.wait4(pid, 0)
-    assert status == 0, command
     wall = time.perf_counter() - began
-    return wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9
+    ended.set()
+    watcher.join()
+    assert status == 0, command
+    return wall, used.ru_utime + used.ru_stime, peak / 1e9
 
 
 def main() -> None:
@@ -78,6 +119,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tables", action="store_true")
     parser.add_argument("--vocabulary", default="32768")
     options = parser.parse_args()
     folder = safe_files.temporary_folder(Path("/tmp"), "hpczero-bench-")
@@ -94,7 +136,12 @@ def bench(folder: Path, options: argparse.Namespace) -> None:
     ours = [sys.executable, "-m", "hpczero", "data"]
     run([*ours, "tokenizer", "train", "-o", tokenizer, "--vocabulary", options.vocabulary,
          str(options.folder)])  # fmt: skip
-    build = [*ours, "build", "-o", built, "--tokenizer", tokenizer, str(folder / "text")]
+    given = folder / "text"
+    if options.tables:
+        given = folder / "tables"
+        safe_files.make_folder(given)
+        tables(folder / "text", given)
+    build = [*ours, "build", "-o", built, "--tokenizer", tokenizer, str(given)]
     bare = [sys.executable, "-c", _BARE, tokenizer, str(folder / "text")]
     contenders = {"ours": build, "bare": bare, "ours again": build, "bare again": bare}
     rounds = []

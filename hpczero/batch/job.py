@@ -15,7 +15,7 @@ from hpczero.batch import command, sites
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.batch.sites import Partition, Site, gigabytes, hardware
 from hpczero.comm.grid import Grid
-from hpczero.data.samples import count_tokens
+from hpczero.data.supply import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import known, layers
 from hpczero.planner import fit
@@ -288,23 +288,24 @@ def _outlook(spec: Spec, job: BatchJob) -> Outlook | None:
     return outlook(spec, layers(spec.model), nodes, platform) if known(spec.model) else None
 
 
-def supply_of(spec: Spec, must_be_here: bool = False) -> str:
-    """Return how much text there is for the run, in words; "" where a program of its own reads it.
+def supply_of(spec: Spec, must_be_here: bool = False) -> list[str]:
+    """Return how much text there is for the run, in words; none if a program of its own reads it.
 
     InputError: the run would refuse what is there.
     """
-    return "" if spec.batch.command else count_tokens(spec, must_be_here).in_words()
+    supply = None if spec.batch.command else count_tokens(spec, must_be_here)
+    return supply.in_lines(spec.data.source) if supply else []
 
 
-def print_notes(spec: Spec, job: BatchJob, supply: str) -> None:
+def print_notes(spec: Spec, job: BatchJob, supply: list[str]) -> None:
     """Say how long the job takes, if that is predicted, which data it has (`supply_of`), and which
     profiles of sites are left out.
     """
     time = _outlook(spec, job)
     for line in [*time.in_lines(), *time.warnings()] if time else []:
         print(f"hpczero: {line}", file=sys.stderr)
-    if supply:
-        print(f"hpczero: data.source = {toml_repr(spec.data.source)}: {supply}", file=sys.stderr)
+    for line in supply:
+        print(f"hpczero: data.source = {line}", file=sys.stderr)
     for line in site_profile.unusable():
         print(f"hpczero: {line}", file=sys.stderr)
 

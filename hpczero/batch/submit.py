@@ -55,6 +55,11 @@ def submit(options: Namespace) -> int:
     settings = _probe_settings(options) if options.probe else []
     overrides = [*options.overrides, *settings]
     spec = load(options.spec, overrides).spec
+    return submit_run(spec, options, overrides)
+
+
+def submit_run(spec: Spec, options: Namespace, overrides: Sequence[str] = ()) -> int:
+    """Submit the run of a spec; `overrides`: values of it that its program gets as words."""
     run = run_directory.path_of(spec)
     if "$" in str(run):
         raise InputError(

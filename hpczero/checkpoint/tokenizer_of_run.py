@@ -1,6 +1,8 @@
 """The tokenizer of a run: the one that its tokens are of, for sampling and export."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hpczero import env
 from hpczero.checkpoint.load import Checkpoint
@@ -35,10 +37,19 @@ def tokenizer_of_run(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer:
     return found
 
 
+def _first_source(table: Mapping[str, Any]) -> str:
+    """Return the source of a run's data, or the first of a mixture: all have one tokenizer."""
+    sources = table.get("sources")
+    first = sources[0] if isinstance(sources, list) and sources else None
+    if isinstance(first, dict):
+        return str(first.get("path", "stdlib"))
+    return str(table.get("source", "stdlib"))
+
+
 def _of_data(checkpoint: Checkpoint) -> Tokenizer:
     data = checkpoint.content.spec.get("data")
     table = data if isinstance(data, dict) else {}
-    source = str(table.get("source", "stdlib"))
+    source = _first_source(table)
     if source == "synthetic":
         raise InputError(
             'the run\'s data are random tokens (data.source = "synthetic"), which stand for no '

@@ -33,7 +33,7 @@ def check(options: Namespace) -> int:
         else:
             print(_explanation(loaded, options.explain))
         return 0
-    from hpczero.data.samples import count_tokens
+    from hpczero.data.supply import count_tokens
 
     spec = loaded.spec
     supply = count_tokens(spec)
@@ -44,7 +44,7 @@ def check(options: Namespace) -> int:
     if options.json:
         print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
     else:
-        print(_as_text(options.spec, loaded, layout, supply.in_words(), notes))
+        print(_as_text(options.spec, loaded, layout, supply.in_lines(spec.data.source), notes))
     if layout and layout.refusal:
         raise InputError(layout.refusal)
     return 0
@@ -210,7 +210,7 @@ def _tokens_per_step(spec: Spec) -> int:
 
 
 def _as_text(
-    path: str, loaded: Loaded, layout: Layout | None, supply: str, notes: list[str]
+    path: str, loaded: Loaded, layout: Layout | None, supply: list[str], notes: list[str]
 ) -> str:
     """Return the report; `supply`: the training data in words."""
     verdict = "does not fit its nodes" if layout and layout.refusal else "is a valid job"
@@ -233,7 +233,7 @@ def _as_text(
     return "\n".join(lines + [f"note: {note}" for note in notes])
 
 
-def _job_in_lines(spec: Spec, supply: str) -> list[str]:
+def _job_in_lines(spec: Spec, supply: list[str]) -> list[str]:
     model = spec.model
     train = spec.train
     parameters = _parameters(spec)
@@ -253,7 +253,7 @@ def _job_in_lines(spec: Spec, supply: str) -> list[str]:
         f"  model     {model.family}: {count}; layers {model.layers}, hidden {model.hidden}, "
         f"heads {model.heads}{width}, vocabulary {model.vocab}, sequence {model.seq_len}",
         *([f"  attention {in_blocks}"] if in_blocks else []),
-        f"  data      {toml_repr(spec.data.source)}: {supply}",
+        *_titled("data", supply),
         f"  a step    {train.global_batch} sequences = {_tokens_per_step(spec):,} tokens, "
         f"in {train.precision}",
         *([f"  lengths   of sequences: {', '.join(lengths)}; as many tokens"] if lengths else []),

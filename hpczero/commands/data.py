@@ -13,7 +13,10 @@ from typing import Any
 
 from hpczero.data.build import build_token_file, is_up_to_date
 from hpczero.data.corpus import Corpus, find
-from hpczero.data.encode import Listener, Recipe
+from hpczero.data.encode import Effort, Listener
+from hpczero.data.journal import Recipe
+from hpczero.data.plain_formats import is_plain
+from hpczero.data.plain_tokens import open_plain_tokens
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError, Stopped, for_terminal
@@ -21,6 +24,8 @@ from hpczero.safe_files import make_own_folder, remove_tree
 from hpczero.text import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
+_LITTLE_TEXT = 16 * 2**20  # bytes: encoded before processes have started
+_MOST_WORKERS = 4096
 _MOST_DAMAGES = 20  # lines of damages that are printed
 
 
@@ -34,7 +39,16 @@ def build(options: argparse.Namespace) -> int:
             f"--validation-fraction is {recipe.validation_fraction}: "
             "it must be at least 0 and less than 1"
         )
+    if options.max_bad < 0:
+        raise InputError(f"--max-bad is {options.max_bad}: it must be at least 0")
     text = find(options.paths)
+    workers = _workers(options.workers, text)
+    if options.submit:
+        return _submitted(output, text, recipe, options)
+    if options.dry_run or options.overrides:
+        word = "--dry-run" if options.dry_run else "--set"
+        raise InputError(f"{word} is for --submit SPEC: say it too, or leave this out")
+    effort = Effort(workers=workers, most_bad=options.max_bad)
     work = output.with_name(output.name + ".partial")
     if output.exists():
         _check_up_to_date(output, text, recipe)
@@ -45,7 +59,7 @@ def build(options: argparse.Namespace) -> int:
     _make(work)
     try:
         with _listener() as listener:
-            built = build_token_file(text, output, recipe, work, listener)
+            built = build_token_file(text, output, recipe, work, listener, effort)
     except KeyboardInterrupt:
         raise Stopped(
             f"stopped; the same command goes on where it was (what is done lies in {work})"
@@ -59,7 +73,34 @@ def build(options: argparse.Namespace) -> int:
     return 0
 
 
+def _submitted(output: Path, text: Corpus, recipe: Recipe, options: argparse.Namespace) -> int:
+    """Submit the same command, with whole paths, as a job."""
+    from hpczero.batch.submit_build import submit_build
+
+    if output.exists():
+        _check_up_to_date(output, text, recipe)
+        print(f"{output} is up to date")
+        return 0
+    path = Path(options.tokenizer)
+    named = str(path.absolute()) if path.exists() else options.tokenizer
+    words = {
+        "-o": str(output.absolute()),
+        "--tokenizer": named,
+        "--end-of-document": options.end_of_document,
+        "--validation-fraction": repr(recipe.validation_fraction),
+        "--field": options.field,
+        "--workers": options.workers,
+        "--max-bad": options.max_bad,
+    }
+    given = [f"{name}={value}" for name, value in words.items() if value is not None]
+    given[0:1] = ["-o", words["-o"]]
+    paths = [str(Path(name).absolute()) for name in options.paths]
+    return submit_build(options.submit, output, [*given, "--", *paths], options)
+
+
 def show(options: argparse.Namespace) -> int:
+    if is_plain(Path(options.path)):
+        return _show_plain(Path(options.path), options.json)
     file = open_token_file(Path(options.path))
     if options.json:
         print(json.dumps(_facts(file), indent=2))
@@ -68,8 +109,37 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _show_plain(path: Path, as_json: bool) -> int:
+    """Print what is known of tokens that others made, without a split for validation."""
+    tokens = open_plain_tokens(path, 0.0)
+    facts = tokens.describe()
+    split = tokens.splits["train"]
+    facts |= {
+        "form": tokens.form,
+        "tokens": len(split),
+        "documents": facts["documents"]["train"],
+        "end_of_document": tokens.end_of_document,
+    }
+    facts["largest_seen"] = facts.pop("vocabulary") - 1
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    end = "end with no token of their own, or are not known"
+    if tokens.end_of_document is not None:
+        end = f"end with token {tokens.end_of_document}"
+    print(f"{printable(str(path))}: {tokens.form}, fingerprint {tokens.fingerprint}")
+    print(f"  {len(split):,} tokens, {facts['documents']:,} documents, which {end}")
+    print(f"  the largest token of those looked at is {tokens.largest}; no checksums")
+    return 0
+
+
 def verify(options: argparse.Namespace) -> int:
     """Return 0 if all tokens are as they were written, else 1."""
+    if is_plain(Path(options.path)):
+        raise InputError(
+            f"{printable(options.path)} was not made by hpczero, and such tokens have no "
+            "checksums: `hpczero data show` prints what is known of them"
+        )
     file = open_token_file(Path(options.path))
     damages = list(file.damages())
     if options.json:
@@ -89,6 +159,15 @@ def verify(options: argparse.Namespace) -> int:
     )
     print(f"{path}: good, {tokens:,} tokens with the fingerprint {file.fingerprint}{no_sums}")
     return 0
+
+
+def _workers(wanted: int | None, text: Corpus) -> int:
+    """Return the number of processes that encode; 0: none but this one."""
+    if wanted is not None and not 1 <= wanted <= _MOST_WORKERS:
+        raise InputError(f"--workers is {wanted}: it must be from 1 to {_MOST_WORKERS:,}")
+    if wanted is None and sum(source.size for source in text.inputs) < _LITTLE_TEXT:
+        return 0
+    return wanted or len(os.sched_getaffinity(0))
 
 
 def _check_output(output: Path) -> None:

@@ -19,7 +19,11 @@ from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.data.dataset import FileSource, library_token_file
+from hpczero.data.plain_formats import is_plain
+from hpczero.data.plain_source import plain_source, refuse_unreadable_tokens
+from hpczero.data.plain_tokens import open_plain_tokens
 from hpczero.data.token_file import TokenFile, open_token_file
+from hpczero.data.token_source import TokenSource
 from hpczero.errors import InputError
 from hpczero.inference.decoder import Decoder
 from hpczero.inference.evaluate import EvaluationSet, RankWork, evaluate
@@ -65,6 +69,16 @@ class _Loaded:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _Text:
+    """Tokens to evaluate; `sizes`: bytes of each id, where they are known."""
+
+    path: Path
+    tokenizer: str
+    source: TokenSource
+    sizes: torch.Tensor | None = None
+
+
 def _evaluated(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Return what is to be printed; InputError on all ranks. Collective."""
     if world.size % options.tensor:
@@ -76,11 +90,11 @@ def _evaluated(world: World, options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = world.run_on_all(lambda: open_checkpoint(options.checkpoint, options.step))
     with checkpoint:
         spec = world.run_on_all(lambda: _spec_of(checkpoint, options))
-        files = _open_files(world, checkpoint, spec, options.files)
+        texts = _open_texts(world, checkpoint, spec, options.files)
         wanted = ("train", "validation") if options.split == "all" else (options.split,)
-        parts = world.run_on_all(lambda: _parts(files, wanted, spec))
+        parts = world.run_on_all(lambda: _parts(texts, wanted, spec))
         loaded = _load(world, checkpoint, spec, options)
-    facts = [_of_split(world, loaded, file, split, options.sequences) for file, split in parts]
+    facts = [_of_split(world, loaded, text, split, options.sequences) for text, split in parts]
     return {
         "checkpoint": str(checkpoint.folder),
         "step": checkpoint.step,
@@ -126,11 +140,9 @@ def _spec_of(checkpoint: Checkpoint, options: argparse.Namespace) -> Spec:
     return laid_out
 
 
-def _open_files(
-    world: World, checkpoint: Checkpoint, spec: Spec, paths: list[str]
-) -> list[TokenFile]:
-    """Open the token files, or that of the run; refuse those of another vocabulary. Collective."""
-    sources = paths or [spec.data.source]
+def _open_texts(world: World, checkpoint: Checkpoint, spec: Spec, paths: list[str]) -> list[_Text]:
+    """Open files of tokens, or those of the run; refuse another vocabulary's. Collective."""
+    sources = paths or [one.path for one in spec.data.sources] or [spec.data.source]
     if "synthetic" in sources:
         raise InputError("random tokens (data.source = \"synthetic\") say nothing of a model: "
                          "name token files")  # fmt: skip
@@ -139,8 +151,12 @@ def _open_files(
         world.run_on_all(lambda: library_token_file(spec) if first else None)
     known = checkpoint.identity.get(TOKENIZER)
 
-    def opened(source: str) -> TokenFile:
+    def opened(source: str) -> _Text:
         path = library_token_file(spec) if source == "stdlib" else Path(env.expand(source))
+        if is_plain(path):
+            tokens = open_plain_tokens(path.absolute(), spec.data.validation_fraction)
+            refuse_unreadable_tokens(tokens, spec)
+            return _Text(tokens.path, tokens.tokenizer, plain_source(tokens, spec))
         file = open_token_file(path)
         if known and file.tokenizer != known:
             raise InputError(
@@ -153,29 +169,25 @@ def _open_files(
                 f"{printable(source)} holds token {largest}, and the model has {spec.model.vocab} "
                 f"(model.vocab): it is of another vocabulary ({file.tokenizer})"
             )
-        return file
+        whole = FileSource(file, spec.seq_len, spec.data.documents)
+        return _Text(file.path, file.tokenizer, whole, _sizes(file))
 
     return world.run_on_all(lambda: [opened(source) for source in sources])
 
 
-def _parts(
-    files: list[TokenFile], wanted: tuple[str, ...], spec: Spec
-) -> list[tuple[TokenFile, str]]:
-    """Return the splits of each file that have sequences; refuse a file that has none."""
+def _parts(texts: list[_Text], wanted: tuple[str, ...], spec: Spec) -> list[tuple[_Text, str]]:
+    """Return the splits of each text that have sequences; refuse a text that has none."""
     found = []
-    for file in files:
-        there = [
-            split
-            for split in wanted
-            if FileSource(file, spec.seq_len, spec.data.documents).windows(split)
-        ]
+    for text in texts:
+        there = [split for split in wanted if text.source.windows(split)]
         if not there:
-            counts = [f"{len(file.splits[split].tokens):,} in {split}" for split in wanted]
+            tokens = text.source.describe()["tokens"]
+            counts = [f"{tokens[split]:,} in {split}" for split in wanted]
             raise InputError(
-                f"{printable(str(file.path))} has too few tokens for a sequence of {spec.seq_len}: "
+                f"{printable(str(text.path))} has too few tokens for a sequence of {spec.seq_len}: "
                 f"{join_words(counts)}; --split names the other part, --seq-len a shorter sequence"
             )
-        found += [(file, split) for split in there]
+        found += [(text, split) for split in there]
     return found
 
 
@@ -200,18 +212,17 @@ def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Na
 
 
 def _of_split(
-    world: World, loaded: _Loaded, file: TokenFile, split: str, windows: int
+    world: World, loaded: _Loaded, text: _Text, split: str, windows: int
 ) -> dict[str, Any]:
     """Evaluate one split of a file; the facts to print. Collective."""
     spec = loaded.spec
-    source = FileSource(file, spec.seq_len, spec.data.documents)
-    text = EvaluationSet(
-        source, split, spec.seq_len, spec.data.documents, spec.seed, windows, _sizes(file)
+    chosen = EvaluationSet(
+        text.source, split, spec.seq_len, spec.data.documents, spec.seed, windows, text.sizes
     )
-    name = str(file.path)
+    name = str(text.path)
     began = time.perf_counter()
-    progress = _progress(name, split, text.windows) if world.rank == 0 else lambda done: None
-    figures = evaluate(loaded.module, text, loaded.work, progress)
+    progress = _progress(name, split, chosen.windows) if world.rank == 0 else lambda done: None
+    figures = evaluate(loaded.module, chosen, loaded.work, progress)
     seconds = time.perf_counter() - began
     if not figures.tally.weight:
         raise InputError(
@@ -223,9 +234,9 @@ def _of_split(
             f"{printable(name)}, {split}: the loss is {figures.tally.loss}: `hpczero ckpt stats` "
             "shows whether the weights are finite"
         )
-    facts = {"path": name, "split": split, "tokenizer": file.tokenizer, **figures.facts(text)}
+    facts = {"path": name, "split": split, "tokenizer": text.tokenizer, **figures.facts(chosen)}
     speed = figures.tally.windows * spec.seq_len / seconds
-    entropy = source.unigram_entropy(split)
+    entropy = text.source.unigram_entropy(split)
     return facts | {"unigram_entropy": entropy, "seconds": seconds, "tokens_per_second": speed}
 
 

@@ -15,7 +15,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from hpczero.data.corpus import Corpus
-from hpczero.data.encode import COMMIT_EVERY, BuildState, Listener, Reader, Recipe
+from hpczero.data.encode import Effort, Listener, Reader
+from hpczero.data.journal import BuildState, Recipe, has_journal
 from hpczero.data.raw_files import only_builder, replace_file, writing
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.data.write_token_file import fill_token_file, write_token_file
@@ -28,6 +29,8 @@ from hpczero.safe_files import (
     sync,
 )
 
+_EFFORT = Effort()
+
 
 def build_token_file(
     corpus: Corpus,
@@ -35,7 +38,7 @@ def build_token_file(
     recipe: Recipe,
     work: Path,
     listener: Listener,
-    commit_every: int = COMMIT_EVERY,
+    effort: Effort = _EFFORT,
 ) -> TokenFile:
     """Build `output` by way of the folder `work`, which is removed afterwards."""
     with writing(work):
@@ -43,7 +46,7 @@ def build_token_file(
     with only_builder(work, output, listener.said):
         with (
             _removed_unless_begun(work),
-            closing(Reader(corpus.inputs, recipe, work, listener, commit_every)) as reader,
+            closing(Reader(corpus.inputs, recipe, work, listener, effort)) as reader,
         ):
             reader.read()
         _report(reader.state, corpus, listener)
@@ -66,7 +69,9 @@ def build_in_one_go(corpus: Corpus, output: Path, recipe: Recipe, listener: List
     if descriptor is None:
         return False
     try:
-        with closing(Reader(corpus.inputs, recipe, output.parent, listener, 0)) as reader:
+        with closing(
+            Reader(corpus.inputs, recipe, output.parent, listener, Effort(commit_every=0))
+        ) as reader:
             reader.read()
             _report(reader.state, corpus, listener)
             encoding = recipe.tokenizer
@@ -98,7 +103,7 @@ def _removed_unless_begun(work: Path) -> Iterator[None]:
     try:
         yield
     except HpczeroError:
-        if not (work / "journal.json").exists():
+        if not has_journal(work):
             with suppress(OSError):
                 remove_tree(work)
         raise
@@ -108,12 +113,18 @@ def _report(state: BuildState, corpus: Corpus, listener: Listener) -> None:
     """Tell the listener which files were left out or damaged."""
     unreadable = state.unreadable
     replaced = state.replaced
+    empty = state.empty
+    bad = state.bad
     for path in corpus.unreadable:
         unreadable.add(str(path))
     if corpus.others:
         listener.said(f"left out, being of other kinds: {corpus.others} files")
     if unreadable.count:
         listener.said(f"WARN left out, cannot be read: {unreadable.count} ({unreadable})")
+    if empty.count:
+        listener.said(f"without any text: {empty.count} files ({empty})")
+    if bad.count:
+        listener.said(f"WARN bad records that were left out: {bad.count} ({bad})")
     if replaced.count:
         listener.said(
             f"WARN not UTF-8, undecodable bytes became U+FFFD: {replaced.count} files ({replaced})"

@@ -14,7 +14,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,14 @@ from hpczero import env
 from hpczero.data.build import build_in_one_go, build_token_file
 from hpczero.data.corpus import Corpus, find
 from hpczero.data.documents import Cut, Pieces, cut_after, read_piece
-from hpczero.data.encode import BUILDER, Recipe
+from hpczero.data.journal import BUILDER, Recipe
+from hpczero.data.mixture import mixture_of
+from hpczero.data.plain_formats import is_plain
+from hpczero.data.plain_source import open_plain_source
 from hpczero.data.raw_files import writing
+from hpczero.data.samples import chosen
 from hpczero.data.token_file import TokenFile, open_token_file
+from hpczero.data.token_source import Part, TokenSource
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, temporary_folder
@@ -40,50 +45,24 @@ _LEFT_OUT = frozenset[str]().union(
 )
 
 
-class TokenSource(Protocol):
-    """Windows of seq_len + 1 tokens.
-
-    Window w starts at token w * seq_len, so every token but the first is predicted once; with
-    "padded" documents it is a piece of one of them.
-    """
-
-    vocabulary: int  # ids are 0 .. vocabulary - 1
-
-    def of_length(self, seq_len: int) -> "TokenSource":
-        """Return the same text in windows of this length."""
-
-    def windows(self, split: str) -> int:
-        """Return the number of windows."""
-
-    def targets(self, split: str) -> int:
-        """Return the number of targets in all windows."""
-
-    def fill(self, split: str, window: int, out: np.ndarray) -> Cut | None:
-        """Write the window's tokens into `out` (int64 [seq_len + 1]), from any thread.
-
-        Return its documents; None if it counts as one.
-        """
-
-    def unigram_entropy(self, split: str) -> float:
-        """Nats per token of the split's distribution of ids.
-
-        A model with a lower loss has learned something about the order of tokens.
-        """
-
-    def describe(self) -> dict[str, Any]:
-        """Facts for the run's record."""
-
-
 def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True) -> TokenSource:
-    """Open the source that `data.source` names, and check it against the model. Collective.
+    """Open the source that `data.source` names, or the mixture of `data.sources`. Collective.
+
+    InputError if the model cannot be trained on it.
 
     `share(value)` broadcasts the value of the one rank with `is_builder`. That rank builds the
     token file if there is none; the others wait, and all raise the same error if it fails.
     """
+    if spec.data.sources:
+        opened = [open_source(spec.of_source(one), share, is_builder) for one in spec.data.sources]
+        return mixture_of(spec, opened)
     if spec.data.source == "synthetic":
         return SyntheticSource(spec.seed, spec.model.vocab, spec.seq_len)
     if spec.data.source != "stdlib":
-        return _checked(open_token_file(Path(env.expand(spec.data.source)).absolute()), spec)
+        path = Path(env.expand(spec.data.source)).absolute()
+        if is_plain(path):
+            return open_plain_source(path, spec)
+        return _checked(open_token_file(path), spec)
     verdict: dict[str, str] = {}
     if is_builder:
         try:
@@ -197,6 +176,12 @@ class FileSource:
     def describe(self) -> dict[str, Any]:
         return self._file.describe()
 
+    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
+        return chosen(seed, self.windows(split), samples)
+
+    def parts(self) -> list[Part]:
+        return [Part("", 1.0, self)]
+
 
 class SyntheticSource:
     """Uniformly random tokens, each a hash of (seed, split, position).
@@ -241,6 +226,12 @@ class SyntheticSource:
             "documents": dict.fromkeys(tokens, 1),
             "fingerprint": f"synthetic-{self._seed}-{self.vocabulary}",
         }
+
+    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
+        return chosen(seed, self.windows(split), samples)
+
+    def parts(self) -> list[Part]:
+        return [Part("", 1.0, self)]
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 
 from hpczero import safe_files
-from hpczero.data.corpus import token_dtype
 from hpczero.data.raw_files import BLOCK, Blocks, blocks_of
 from hpczero.data.tokenizer import (
     FILES,
@@ -282,3 +281,11 @@ def _mapped(descriptor: int, dataset: Dataset) -> np.ndarray:
         return np.empty(0, dataset.dtype)
     with os.fdopen(os.dup(descriptor), "rb") as file:
         return np.memmap(file, dataset.dtype, "r", dataset.place, dataset.shape)
+
+
+def token_dtype(vocabulary: int) -> np.dtype:
+    """Return the smallest unsigned integer type (little-endian) that holds every id."""
+    for code in ("<u1", "<u2", "<u4"):
+        if vocabulary <= 2 ** (8 * np.dtype(code).itemsize):
+            return np.dtype(code)
+    raise InputError(f"a vocabulary of {vocabulary} ids is more than a token file holds (2**32)")

@@ -3,9 +3,11 @@
 import importlib
 from collections.abc import Iterator
 
-from hpczero.data.corpus import Corpus, open_text, sections
+from hpczero.data.corpus import Corpus, Place
+from hpczero.data.encoders import texts_of
+from hpczero.data.records import records
 from hpczero.data.tokenizer import library
-from hpczero.errors import HpczeroError
+from hpczero.errors import HpczeroError, InputError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -30,9 +32,10 @@ def train_bpe(corpus: Corpus, vocabulary: int, field: str) -> tuple[str, int]:
 def _texts(corpus: Corpus, field: str) -> Iterator[str]:
     for source in corpus.inputs:
         try:
-            with open_text(source) as file:
-                for section in sections(source, file, 0, field):
-                    yield section.text
-        except (OSError, EOFError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise HpczeroError(f"{source.path} cannot be read: {why}") from error
+            for record in records(source, Place(), field):
+                try:
+                    yield from texts_of(record, field)[0]
+                except ValueError as error:
+                    raise InputError(f"{source.path}:{record.after.number}: {error}") from error
+        except OSError as error:
+            raise HpczeroError(f"{source.path} cannot be read: {error.strerror}") from error

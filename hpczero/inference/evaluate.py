@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from hpczero.comm.group import Group
-from hpczero.data.dataset import TokenSource
 from hpczero.data.samples import window
+from hpczero.data.token_source import TokenSource
 from hpczero.device import Device
 from hpczero.inference.decoder import Decoder, hidden_states
 from hpczero.model.batch import MicroBatch

@@ -170,6 +170,9 @@ def _allowed(annotation: Any, metadata: list[Any]) -> str:
         if len(set(items)) == 1:
             return f"a list of {len(items)} numbers, each {items[0]}"
         return f"a list of {len(items)}: " + ", ".join(items)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        inner = [_key("", name, field) for name, field in annotation.model_fields.items()]
+        return "a table of " + join_words([f"{key.leaf} ({key.allowed})" for key in inner])
     if annotation is bool:
         return "true or false"
     if annotation is str:

@@ -32,7 +32,7 @@ from hpczero.spec.keys import (
 )
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
-from hpczero.spec.table import Role
+from hpczero.spec.table import Role, Table
 from hpczero.spec.toml import Layer, read_layers
 
 __all__ = ["Difference", "GivenValue", "Loaded", "Origin", "differences", "load", "to_toml"]
@@ -191,7 +191,7 @@ _EXTENDS = (
 )
 _INTRODUCTION = f"""# The job spec
 
-<!-- Printed by `hpczero spec --markdown` from hpczero/spec/schema.py: edit that, not this. -->
+<!-- Printed by `hpczero spec --markdown` from the tables in hpczero/spec: edit those, not this. -->
 
 A job is one TOML file. Every key has a default, so that a spec says only what is special about the
 job. Unknown keys, wrong types and values that contradict each other are errors, all reported at
@@ -294,6 +294,8 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).translate(_UNSAFE)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, Table):
+        value = value.model_dump()
     if isinstance(value, dict):
         entries = [f"{toml_value(str(name))} = {toml_value(item)}" for name, item in value.items()]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"

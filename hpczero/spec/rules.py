@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 from hpczero.errors import InputError
 from hpczero.model.families import known, layer_count
-from hpczero.model.shapes import head_dim, keys_without_effect
 from hpczero.spec.keys import Contradiction
-from hpczero.spec.model import OF_LLAMA, Model
+from hpczero.spec.rules_of_data import RULES as OF_DATA
+from hpczero.spec.rules_of_families import RULES as OF_FAMILIES
+from hpczero.spec.rules_of_families import unused_by_llama
 from hpczero.spec.rules_of_replicas import RULES as OF_REPLICAS
 from hpczero.spec.rules_of_replicas import without_effect_of_replicas
 from hpczero.spec.rules_of_sequences import RULES as OF_SEQUENCES
@@ -79,17 +80,7 @@ def without_effect(spec: Spec) -> list[str]:
             "parallel.pipeline = 1: there is one stage"
         )
     notes += without_effect_of_replicas(spec) + without_effect_of_sequences(spec)
-    return notes + (_unused_by_llama(spec.model) if spec.model.family == "llama" else [])
-
-
-def _unused_by_llama(model: Model) -> list[str]:
-    default = type(model)()
-    return [
-        f"model.{key} = {toml_repr(getattr(model, key))} has no effect with "
-        f"model.rope_scaling = {toml_repr(model.rope_scaling)} and model.window = {model.window}"
-        for key in sorted(keys_without_effect(model))
-        if getattr(model, key) != getattr(default, key)
-    ]
+    return notes + (unused_by_llama(spec.model) if spec.model.family == "llama" else [])
 
 
 def axes_in_order(parallel: Parallel) -> tuple[str, ...] | None:
@@ -152,18 +143,11 @@ def _schedule(spec: Spec) -> Iterator[Contradiction]:
 
 def _evaluation(spec: Spec) -> Iterator[Contradiction]:
     train = spec.train
-    data = spec.data
     if train.eval_every and not train.eval_batches:
         yield Contradiction(
             ("train.eval_batches", "train.eval_every"),
             f"train.eval_batches = 0 means no evaluation, train.eval_every = {train.eval_every} "
             "asks for some: set eval_every to 0",
-        )
-    if train.eval_batches and data.source == "stdlib" and data.validation_fraction == 0:
-        yield Contradiction(
-            ("data.validation_fraction", "train.eval_batches"),
-            "data.validation_fraction = 0 leaves no text for "
-            f"train.eval_batches = {train.eval_batches}: set that to 0",
         )
 
 
@@ -180,71 +164,6 @@ def _model(spec: Spec) -> Iterator[Contradiction]:
             ("data.seq_len", "model.seq_len"),
             f"data.seq_len = {spec.seq_len} is more than model.seq_len = {model.seq_len}, the most "
             "that the model takes: shorter sequences, or a model of longer ones",
-        )
-
-
-def _llama(spec: Spec) -> Iterator[Contradiction]:
-    """Keys of llama mean nothing to gpt; a factory may read them."""
-    model = spec.model
-    if model.family == "gpt":
-        default = type(model)()
-        for name in OF_LLAMA:
-            if getattr(model, name) != getattr(default, name):
-                yield Contradiction(
-                    (f"model.{name}", "model.family"),
-                    f"model.{name} = {toml_repr(getattr(model, name))} is for "
-                    'model.family = "llama", and it is "gpt": leave it out, or take the other',
-                )
-    if model.family != "llama":
-        return
-    if model.kv_heads and model.heads % model.kv_heads:
-        yield Contradiction(
-            ("model.kv_heads", "model.heads"),
-            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}: each "
-            "head of keys serves as many queries: take a divisor, or 0 for as many as heads",
-        )
-    width = int(head_dim(model) * model.rope_fraction)
-    if width < 2:
-        yield Contradiction(
-            ("model.rope_fraction", "model.head_dim", "model.hidden", "model.heads"),
-            f"{width} of the {head_dim(model)} elements of a head would be rotated by its position "
-            f"(model.rope_fraction = {model.rope_fraction}), and there is no pair of them: wider "
-            "heads, or a larger share",
-        )
-    if model.window_pattern and not model.window:
-        yield Contradiction(
-            ("model.window", "model.window_pattern"),
-            f"model.window_pattern = {model.window_pattern} says which layers have no window, and "
-            "model.window = 0 gives none to any: set it, or leave the pattern out",
-        )
-    if model.window and model.window_pattern == 1:
-        yield Contradiction(
-            ("model.window_pattern", "model.window"),
-            f"model.window_pattern = 1 leaves no layer the window of {model.window} keys: set both "
-            "to 0, or a pattern of 2 or more",
-        )
-    yield from _stretched(model)
-
-
-def _stretched(model: Model) -> Iterator[Contradiction]:
-    stretched = model.rope_scaling in ("llama3", "yarn")
-    if stretched and not model.rope_original:
-        yield Contradiction(
-            ("model.rope_original", "model.rope_scaling"),
-            f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_original: the tokens '
-            "in a sequence of the model before it was stretched",
-        )
-    if model.rope_scaling == "llama3" and model.rope_high <= model.rope_low:
-        yield Contradiction(
-            ("model.rope_high", "model.rope_low"),
-            f"model.rope_high = {model.rope_high} is not more than model.rope_low = "
-            f"{model.rope_low}: frequencies in between are stretched in part",
-        )
-    if model.rope_scaling == "yarn" and model.rope_fast <= model.rope_slow:
-        yield Contradiction(
-            ("model.rope_fast", "model.rope_slow"),
-            f"model.rope_fast = {model.rope_fast} is not more than model.rope_slow = "
-            f"{model.rope_slow}: frequencies in between are stretched in part",
         )
 
 
@@ -379,7 +298,6 @@ _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
         _schedule,
         _evaluation,
         _model,
-        _llama,
         _order,
         _tensor,
         _chunks,
@@ -387,6 +305,8 @@ _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
         _checkpoint,
         _device,
         _memory,
+        *OF_DATA,
+        *OF_FAMILIES,
         *OF_SEQUENCES,
         *OF_REPLICAS,
     ),

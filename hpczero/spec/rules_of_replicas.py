@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpczero.spec.keys import Contradiction
-from hpczero.spec.schema import Outer, Spec
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Spec
 from hpczero.spec.table import LARGEST
 from hpczero.text import join_words, toml_repr
 

@@ -5,18 +5,19 @@ another run (refused on resume), `changeable` is logged, `site` only says where 
 the job is started. Every key here works: a key of a later version is not accepted before.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StrictBool
+from pydantic import StrictBool
 
 from hpczero import env
 from hpczero.spec.batch import Batch
+from hpczero.spec.data import Data, Source
 from hpczero.spec.model import Model
+from hpczero.spec.optimizer import Optimizer, Schedule
 from hpczero.spec.table import (
     LARGEST,
     NAME,
     OFFLOAD,
-    Decay,
     Line,
     Positions,
     Ranks,
@@ -24,36 +25,6 @@ from hpczero.spec.table import (
     Text,
     key,
 )
-
-
-class Data(Table):
-    """The text to train on."""
-
-    source: Line = key(
-        "stdlib",
-        "identity",
-        '"stdlib" (text of Python\'s library), "synthetic", or a token file\'s path',
-    )
-    tokenizer: Literal["byte"] = key(
-        "byte", "identity", "how text becomes tokens, when hpczero builds the file"
-    )
-    validation_fraction: float = key(
-        0.05, "identity", "share kept for validation, when hpczero builds the file", ge=0, lt=1
-    )
-    seq_len: int = key(
-        0,
-        "changeable",
-        "tokens in a sequence of the training; 0: model.seq_len",
-        ge=0,
-        le=100_000_000,
-    )
-    documents: Literal["packed", "masked", "padded"] = key(
-        "packed",
-        "changeable",
-        "packed: sequences run on over the ends of documents; masked: so too, but nothing looks "
-        "into another document; padded: a sequence is one document, or a piece of it",
-    )
-    prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 
 
 class Train(Table):
@@ -87,93 +58,6 @@ class Train(Table):
     )
     trace: StrictBool = key(
         False, "site", "write a timeline of every rank, for Perfetto or chrome://tracing"
-    )
-
-
-class Outer(Table):
-    """Local steps (DiLoCo): replicas train by themselves, and a second optimizer joins them."""
-
-    every: int = key(
-        0,
-        "changeable",
-        "steps that a replica takes by itself between two outer steps; "
-        "0: none, gradients are summed in every step",
-        ge=0,
-        le=LARGEST,
-    )
-    begin: int = key(
-        0,
-        "changeable",
-        "steps before the first of these, in which gradients are summed as with `every = 0`",
-        ge=0,
-        le=LARGEST,
-    )
-    lr: float = key(0.7, "changeable", "learning rate of the outer step", gt=0)
-    momentum: Decay = key(0.9, "changeable", "Nesterov momentum of the outer step")
-    fragments: int = key(
-        1,
-        "changeable",
-        "parts of the model that take turns, evenly spread over `every` steps",
-        ge=1,
-        le=1_000_000,
-    )
-    precision: Literal["fp32", "bf16", "int8", "int4"] = key(
-        "fp32", "changeable", "numbers that are sent; int8 and int4 with error feedback"
-    )
-
-
-class Optimizer(Table):
-    """The update of the weights."""
-
-    name: Literal["adamw", "one_bit_adam"] = key(
-        "adamw",
-        "changeable",
-        "the update rule; one_bit_adam: AdamW that sends signs between replicas",
-    )
-    freeze: int = key(
-        0,
-        "changeable",
-        "one_bit_adam only: steps before the second moment is frozen, and signs are sent; "
-        "0: found by itself",
-        ge=0,
-        le=LARGEST,
-    )
-    lr: float = key(3e-4, "changeable", "peak learning rate", gt=0)
-    betas: tuple[Decay, Decay] = key(
-        (0.9, 0.95), "changeable", "decay of the first and second moment", strict=False
-    )
-    eps: float = key(1e-8, "changeable", "added to the root of the second moment", gt=0)
-    weight_decay: float = key(
-        0.1,
-        "changeable",
-        "decoupled decay of matrices, the bias of query, key and value among them "
-        "(norms and other biases have none)",
-        ge=0,
-    )
-    outer: Outer = Outer()
-
-
-Phase = Annotated[
-    tuple[Positions, Annotated[int, Field(ge=1, le=100_000_000)]], Field(strict=False)
-]
-
-
-class Schedule(Table):
-    """The learning rate over the steps, and the length of sequences."""
-
-    name: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "cosine", "changeable", "shape after the warm-up; wsd: constant, then decay_steps of decay"
-    )
-    warmup_steps: int = key(0, "changeable", "steps of linear growth from 0", ge=0, le=LARGEST)
-    decay_steps: int = key(
-        0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0, le=LARGEST
-    )
-    min_lr: float = key(0.0, "changeable", "learning rate at the end", ge=0)
-    seq_len: Annotated[tuple[Phase, ...], Field(strict=False)] = key(
-        (),
-        "changeable",
-        "[[0, 512], [2000, 4096]]: from step 0 on sequences of 512 tokens, from step 2000 on of "
-        "4096, with as many tokens in a batch and a micro-batch; []: all as long as data.seq_len",
     )
 
 
@@ -360,6 +244,11 @@ class Spec(Table):
     def seq_len(self) -> int:
         """Tokens in a sequence that the job reads."""
         return self.data.seq_len or self.model.seq_len
+
+    def of_source(self, source: Source) -> "Spec":
+        """Return the job with one source of the mixture alone."""
+        data = self.data.model_copy(update={"source": source.path, "sources": ()})
+        return self.model_copy(update={"data": data})
 
     def at_step(self, step: int) -> "Spec":
         """Return the job with the sequences of this step, counted from 0, and as many tokens."""

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hpczero.text import toml_repr
+
 Role = Literal["identity", "changeable", "site"]
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -59,3 +61,13 @@ Directive = Annotated[str, Field(pattern=DIRECTIVE)]
 
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    def __repr__(self) -> str:
+        """Return it as TOML's table in a line, without the values that are the default."""
+        default = type(self).model_construct()
+        said = [
+            f"{name} = {toml_repr(value)}"
+            for name, value in self
+            if name in self.model_fields_set or value != getattr(default, name)
+        ]
+        return "{" + ", ".join(said) + "}"

@@ -14,17 +14,18 @@ two sums, and what varies is the difference of a window's loss from that ratio t
 variance by fewer numbers: the mean of m windows differs by s^2 / m.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite, sqrt
 from operator import add
+from typing import Any
 
 import numpy as np
 import torch
 
-from hpczero.data.dataset import TokenSource
 from hpczero.data.documents import Cut
-from hpczero.data.samples import micro_batches_of, window
+from hpczero.data.samples import micro_batches_of
+from hpczero.data.token_source import Part, TokenSource
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
 
@@ -63,9 +64,12 @@ class Batches:
         return self._shorter[spec.seq_len]._of_step(step)
 
     def _of_step(self, step: int) -> list[MicroBatch]:
-        windows = self.source.windows("train")
         first = step * self.spec.train.global_batch
-        return [self._read("train", windows, first, part, step) for part in self.parts()]
+        return [self._read(self.source, "train", first, part, step) for part in self.parts()]
+
+    def evaluations(self) -> list["Batches"]:
+        """Return the evaluations of each source of a mixture, or of the only source."""
+        return [replace(self, source=part.source) for part in self.source.parts()]
 
     def evaluation_batches(self) -> int:
         """Return the number of global batches in an evaluation; the last one may be shorter."""
@@ -85,19 +89,18 @@ class Batches:
             for part in self.parts()
         ]
         return [
-            replace(self._read("validation", windows, first, part, 0), by_sample=True)
+            replace(self._read(self.source, "validation", first, part, 0), by_sample=True)
             for part in parts
         ]
 
     def _read(
-        self, split: str, windows: int, first: int, positions: range, step: int
+        self, source: TokenSource, split: str, first: int, positions: range, step: int
     ) -> MicroBatch:
         """Read these positions of the global batch whose first sample is `first`."""
         rows = np.empty((len(positions), self.spec.seq_len + 1), np.int64)
-        cuts = [
-            self.source.fill(split, window(self.spec.seed, windows, first + position), row)
-            for row, position in zip(rows, positions, strict=True)
-        ]
+        here = range(first + positions.start, first + positions.stop)
+        windows = source.chosen(split, self.spec.seed, here)
+        cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
         text = torch.from_numpy(rows)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
         batch = MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)
@@ -136,14 +139,31 @@ class Validation:
     standard_error: float | None
     tokens: int
     of_tokens: int  # what the whole split has to predict
+    of_sources: Mapping[str, float] = field(default_factory=dict)  # losses, of a mixture
 
-    def facts(self) -> dict[str, float | int | None]:
-        return {
+    def facts(self) -> dict[str, Any]:
+        facts = {
             "validation_loss": self.loss,
             "validation_standard_error": self.standard_error,
             "validation_tokens": self.tokens,
             "validation_tokens_of_split": self.of_tokens,
         }
+        return facts | ({"validation_losses": dict(self.of_sources)} if self.of_sources else {})
+
+
+def mixed(of_parts: Sequence[tuple[Part, Validation]]) -> Validation:
+    """Return the loss of samples as they are mixed: each source's counts by its share."""
+    if len(of_parts) == 1:
+        return of_parts[0][1]
+    errors = [part.weight * (one.standard_error or 0.0) for part, one in of_parts]
+    is_known = all(one.standard_error is not None for _, one in of_parts)
+    return Validation(
+        sum(part.weight * one.loss for part, one in of_parts),
+        sqrt(sum(error * error for error in errors)) if is_known else None,
+        sum(one.tokens for _, one in of_parts),
+        sum(one.of_tokens for _, one in of_parts),
+        {part.name: one.loss for part, one in of_parts},
+    )
 
 
 @dataclass(frozen=True)

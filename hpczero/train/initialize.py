@@ -30,8 +30,9 @@ from hpczero.spec.schema import Spec
 from hpczero.text import toml_repr
 from hpczero.train import preflight, setup
 from hpczero.train.arguments import rate_of, refuse_what_differs
+from hpczero.train.loop_state import Position
 from hpczero.train.memory_account import expect
-from hpczero.train.own_run import OwnRun, Position
+from hpczero.train.own_run import OwnRun
 from hpczero.train.rank_states import Generators
 
 __all__ = ["Column", "Training", "initialize"]
@@ -84,8 +85,7 @@ def initialize(
     threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
     engine, cut = build_engine(module, layers, context, cuts)
-    expected = expect(inner, counted, grid, parameters, update.memory)
-    run = OwnRun(spec, inner, grid, engine, expected)
+    run = OwnRun(spec, inner, grid, engine, expect(inner, counted, grid, parameters, update.memory))
     return Training(engine, run, () if world else (inner, started), cut)
 
 

@@ -10,6 +10,7 @@ Nothing is pickled: what JSON cannot say, and is no tensor, is refused.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,18 @@ _WIDENED = {"bfloat16": "float32"}
 _KINDS = "iufb"  # of numpy's numbers: what a checkpoint's buffers can be
 
 Keys = tuple[str | int, ...]  # the way to a value in tables and lists
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place where a loop goes on: after so many steps, with what was saved as `extra`.
+
+    `path`: the checkpoint; None: there is none, and the loop begins.
+    """
+
+    step: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.arguments import refuse_what_differs
 from hpczero.train.batches import Batches
 from hpczero.train.initialize import Training, spec_of_all
-from hpczero.train.resume import identity_of
+from hpczero.train.mixed_data import identity_of_data, refuse_early_end, with_course
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def batches(
     agreed = spec_of_all(spec, run.world)
     first = run.world.rank == 0
     source = run.world.run_on_all(lambda: open_source(agreed, run.world.broadcast_object, first))
-    run.reads(identity_of(source.describe()["fingerprint"]))
+    samples = engine.steps * agreed.train.global_batch
+    source = with_course(source, run.reads(identity_of_data(source), samples))
     of_rank = Batches(agreed, source, engine.rank, engine.size)
     if split == "validation":
         return _evaluation(of_rank, engine)
@@ -68,6 +69,7 @@ def batches(
 
 def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
     spec = of_rank.spec
+    refuse_early_end(of_rank.source, spec)
     first = engine.steps
     last = spec.train.steps - 1
     jumps = engine.run.jumps
@@ -87,8 +89,9 @@ def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
 
 
 def _evaluation(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
-    for number in range(of_rank.evaluation_batches()):
-        yield _on_device(of_rank.evaluation(number), engine)
+    for of_source in of_rank.evaluations():
+        for number in range(of_source.evaluation_batches()):
+            yield _on_device(of_source.evaluation(number), engine)
 
 
 def _on_device(micro_batches: list[MicroBatch], engine: Training) -> GlobalBatch:

@@ -7,7 +7,7 @@ behind the loop is brought to its end at the first step boundary after all ranks
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from hpczero.spec.schema import Spec
 from hpczero.train import preflight, process, rank_states, run_directory, setup
 from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
 from hpczero.train.checkpointing import Checkpoints
-from hpczero.train.loop_state import LoopState
+from hpczero.train.loop_state import LoopState, Position
 from hpczero.train.memory_account import Expected, MemoryAccount
+from hpczero.train.mixed_data import going_on
 from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, by_name, refuse_unknown
@@ -50,18 +51,6 @@ class _Values:
 
 
 _NOTHING = _Values(-1, b"", 0)
-
-
-@dataclass(frozen=True)
-class Position:
-    """The place where a loop goes on: after so many steps, with what was saved as `extra`.
-
-    `path`: the checkpoint; None: there is none, and the loop begins.
-    """
-
-    step: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-    path: Path | None = None
 
 
 class OwnRun:
@@ -206,13 +195,21 @@ class OwnRun:
             self._saved = self._values(step, loaded.loop.packed())
         return Position(step, loaded.loop.extra, path)
 
-    def reads(self, identity: Mapping[str, str]) -> None:
-        """Note what data the loop reads; InputError if it goes on from a run on others."""
+    def reads(self, identity: Mapping[str, str], samples: int) -> Mapping[str, str]:
+        """Note what data the loop reads after so many samples; return it as it goes on.
+
+        InputError if the loop goes on from a run on others.
+        """
         if problem := other_tokens(self._resumed, identity):
             raise InputError(f"the checkpoint that the loop goes on from {problem}")
+        course, changes = going_on(self._resumed, identity, samples, samples)
+        for change in changes:
+            self._log.warn(change)
+        identity = {**identity, **course}
         self._read.update(identity)
         if self._claimed:
             self._claimed.identity.update(identity)
+        return identity
 
     # -- save ------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from hpczero.spec.schema import Spec
 from hpczero.spec.table import Role
 from hpczero.text import printable
 from hpczero.train.loop_state import LoopState
+from hpczero.train.mixed_data import DATA
 from hpczero.train.restored_states import restore_states
 from hpczero.train.run_directory import path_of
 
@@ -38,7 +39,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _BEGINNING = ("checkpoint.resume", "checkpoint.weights_only")  # the keys that say how a run begins
 _LENGTHS = ("data.seq_len", "schedule.seq_len")  # the keys of sequences' lengths
 _SHOWN = 5  # tensors in a message
-_DATA, _VALUES = "data.fingerprint", "model.initial_values"
+_VALUES = "model.initial_values"
 
 Result = TypeVar("Result")
 
@@ -158,10 +159,13 @@ def differences(content: Content, spec: Spec, role: Role) -> list[str]:
     there = flat(content.spec)
     here = flat(spec.model_dump(mode="json"))
     known = keys()
+    ignored = {"name"}
+    if there["data.sources"] or here["data.sources"]:
+        ignored |= {"data.source"}  # what mixtures have in common is told by their tokens
     lines = [
         str(Difference(key, there[key], value, role))
         for key, value in here.items()
-        if known[key].role == role and key != "name" and there[key] != value
+        if known[key].role == role and key not in ignored and there[key] != value
     ]
     if role == "identity":
         lines += [
@@ -188,24 +192,24 @@ def refuse_another_run(checkpoint: Checkpoint, spec: Spec, identity: Mapping[str
 
 def other_tokens(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     """Return what is wrong where a run goes on with other tokens; "" if it does not."""
-    if _DATA not in there or _DATA not in here or there[_DATA] == here[_DATA]:
+    if DATA not in there or DATA not in here or there[DATA] == here[DATA]:
         return ""
-    was, now = printable(there[_DATA], 80), printable(here[_DATA], 80)
+    was, now = printable(there[DATA], 80), printable(here[DATA], 80)
     return (
-        f"is a checkpoint of a run on other data: {_DATA} was {was} and is {now} "
+        f"is a checkpoint of a run on other data: {DATA} was {was} and is {now} "
         "(`hpczero data show` prints it): put the token file back that was there, or begin "
         "another run with these weights: another name, checkpoint.resume and "
         "checkpoint.weights_only = true"
     )
 
 
-def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:
+def identity_of(data: Mapping[str, str], rule: int = 0) -> dict[str, str]:
     """Return what a run's results depend on besides its spec.
 
-    That is the tokens, whatever path they were read from, and the rule by which hpczero made the
-    initial values (0: the model made them itself).
+    That is its data (`mixed_data`), and the rule by which hpczero made the initial values (0: the
+    model made them itself).
     """
-    return {_DATA: fingerprint} | ({_VALUES: str(rule)} if rule else {})
+    return dict(data) | ({_VALUES: str(rule)} if rule else {})
 
 
 def resumed_identity(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:

@@ -8,37 +8,38 @@ ends the job.
 import argparse
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
-from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.data.dataset import TokenSource, open_source
-from hpczero.data.samples import micro_batch_sizes
+from hpczero.data.dataset import open_source
 from hpczero.errors import InputError, Stopped
 from hpczero.model import build, families
 from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
-from hpczero.planner.allocation import Allocation
-from hpczero.planner.forecast import left_out
-from hpczero.planner.outlook import Outlook, outlook
-from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.text import format_loss, format_span
+from hpczero.text import format_loss
 from hpczero.train import preflight, process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
 from hpczero.train.memory_account import MemoryAccount, expect
+from hpczero.train.mixed_data import identity_of_data, refuse_early_end, with_course
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
+from hpczero.train.run_report import (
+    report_end,
+    report_layout,
+    report_start,
+    summary_of,
+    validation_of,
+)
 from hpczero.train.summary import (
     Earlier,
     LastJob,
@@ -47,26 +48,12 @@ from hpczero.train.summary import (
     fullest,
     kernels_of_ranks,
     measured_step,
-    mixed_kernels,
     of_run,
 )
-from hpczero.train.tracing import NAME, Tracing
+from hpczero.train.tracing import Tracing
 from hpczero.train.trainer import Outcome, Reporter, Trainer
+from hpczero.train.training_job import TrainingJob
 from hpczero_kernels import dispatch, random
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """The facts that all ranks have agreed on before anything is written."""
-
-    spec: Spec
-    asked: Spec  # in which some keys leave to the run what `spec` has
-    world: World
-    grid: Grid
-    source: TokenSource
-    threads: int
-    layers: list[Layer] | None  # of the whole model; None: not known
-    user_model: UserModel | None  # made by model.family = "package.module:factory"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,7 +97,7 @@ def _prepare(
     if layers:
         module = user_model.module if user_model else None
         carried_out = preflight.fit_to_memory(world, spec, layers, module)
-    identity = identity_of(source.describe()["fingerprint"])
+    identity = identity_of_data(source)
     world.run_on_all(lambda: look_ahead(spec, identity) if first else None)
     directory = world.run_on_all(
         lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
@@ -171,10 +158,8 @@ def _carry_out(
     job: TrainingJob, reporter: Reporter | None, began: float
 ) -> tuple[Outcome, dict[str, Any]]:
     """Build the engine, train, and return the outcome and the summary. Collective."""
-    spec = job.spec
-    world = job.world
-    grid = job.grid
-    _report_start(job, reporter)
+    spec, world, grid = job.spec, job.world, job.grid
+    report_start(job, reporter)
     batches = Batches(spec, job.source, grid.coordinate(world.rank, "data"), grid.size("data"))
     tracing = Tracing(spec, world, grid) if spec.train.trace else None
     meter = _Meter(job)
@@ -190,12 +175,12 @@ def _carry_out(
     engine = runner.engine
     known = families.known(spec.model)
     parameters = families.parameter_count(spec.model) if known else engine.parameter_count()
-    predicted = _report_layout(reporter, job, batches, parameters) if reporter else None
-    data = job.source.describe()
-    identity = identity_of(data["fingerprint"], random.RULE if known else 0)
-    identity |= {TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {}
-    checkpoints = Checkpoints(spec, world, grid, engine, identity)
+    predicted = report_layout(reporter, job, batches, parameters) if reporter else None
+    checkpoints = Checkpoints(spec, world, grid, engine, _identity(job))
     first, earlier = _load_or_initialize(checkpoints, reporter)
+    source = with_course(job.source, checkpoints.identity)
+    world.run_on_all(lambda: refuse_early_end(source, spec))
+    batches = replace(batches, source=source)
     standing = partial(_standing, runner, checkpoints, world)
     account = MemoryAccount(world, engine, meter.expected, standing)
     trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account)
@@ -207,15 +192,24 @@ def _carry_out(
     losses = outcome.first_loss, outcome.final_loss
     steps = outcome.steps - first
     last_job = LastJob(first, steps, trainer.step_tokens, meter.seconds, world.size, *losses)
-    summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
+    summary = summary_of(
+        job, outcome, of_run(last_job, earlier, validation_of(outcome)), parameters
+    )
     summary |= {"wall_seconds": time.perf_counter() - began} | measured
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
     summary |= {"trace": trace} if trace else {}
     if reporter:
         summary["fullest"] = fullest(reporter.directory.fullest)
         summary["step"] = measured_step(reporter.directory.step_seconds, predicted)
-        _report_end(reporter, outcome, summary)
+        report_end(reporter, outcome, summary)
     return outcome, summary
+
+
+def _identity(job: TrainingJob) -> dict[str, str]:
+    rule = random.RULE if families.known(job.spec.model) else 0
+    identity = identity_of(identity_of_data(job.source), rule)
+    data = job.source.describe()
+    return identity | ({TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {})
 
 
 def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> tuple[int, Earlier]:
@@ -274,127 +268,3 @@ class _Meter:
         ledgers = world.gather_objects(world.ledger.as_dict())
         cores = (time.process_time() - self._processor_seconds) / self.seconds
         return {"memory": memory, "comm": ledgers, "cores_used": world.gather_objects(cores)}
-
-
-# -- events and summary ----------------------------------------------------------------------------
-
-
-def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
-    """Collective."""
-    world = job.world
-    ranks = setup.places_of_ranks(world)
-    if reporter is None:
-        return
-    directory = reporter.directory
-    mpi = world.library
-    hosts = len(set(world.hosts))
-    reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
-    packages = setup.packages()
-    directory.event("start", ranks=ranks, packages=packages, git=setup.git_state(), mpi=mpi)
-    if job.user_model:
-        memory = f"the memory that {job.spec.model.family} needs"
-        if job.layers:
-            what = f"{memory} was checked without its activations, which are not known"
-        else:
-            what = f"{memory} was not checked: what the stages need is not known"
-        reporter.event("WARN", what=what)
-    for what in (*left_out(job.spec, job.grid), *site_profile.unusable()):
-        reporter.event("WARN", what=what)
-    if job.asked.checkpoint.asynchronous > job.spec.checkpoint.asynchronous:
-        what = "no room for a copy of the states: training waits while a checkpoint is saved"
-        reporter.event("WARN", what=what)
-    if job.asked.memory.recompute == "auto":
-        reporter.event("memory", recompute=job.spec.memory.recompute, decided="auto")
-
-
-def _report_layout(
-    reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int
-) -> Outlook | None:
-    """Say how the job is laid out; return how long a step should take."""
-    train = job.spec.train
-    world = job.world
-    count, smallest, largest = micro_batch_sizes(
-        train.global_batch, train.micro_batch, batches.data_ranks
-    )
-    device = {}
-    if world.device.kind != "cpu" or world.backend != "mpi":
-        device = {"device": world.device.name, "collectives": world.backend}
-    reporter.event(
-        "layout",
-        grid=job.grid.size_by_axis(job.spec.zero.shard_ranks),
-        nodes=len(set(world.node_of_rank)),
-        zero=job.spec.zero.stage,
-        threads_per_rank=job.threads,
-        **device,
-        parameters=parameters,
-        precision=train.precision,
-        micro_batches=f"{count}x{format_span(smallest, largest)}",
-        data=job.source.describe()["path"],
-    )
-    return _predicted(job, reporter)
-
-
-def _predicted(job: TrainingJob, reporter: Reporter) -> Outlook | None:
-    """Say how long a step should take, where that is predicted; nothing of it ends the run."""
-    world, layers = job.world, job.layers
-    most = max(Counter(world.node_of_rank).values())
-    nodes, platform = Allocation(world.size, most), preflight.platform_of(world, job.spec)
-    try:
-        said = outlook(job.spec, layers, nodes, platform) if layers else None
-    except InputError as error:
-        reporter.event("WARN", what=str(error))
-        return None
-    if said and said.problem:
-        reporter.event("WARN", what=next(said.warnings()))
-    elif said and said.time:
-        reporter.event("predicted", cluster=said.cluster, step_seconds=said.time.seconds)
-    return said
-
-
-def _report_end(reporter: Reporter, outcome: Outcome, summary: dict[str, Any]) -> None:
-    if mixed := mixed_kernels(summary["kernels"]):
-        what = "the ranks do not all have the same kernels"
-        reporter.event("WARN", what=what, kernels=mixed)
-    if "trace" in summary:
-        _report_trace(reporter, summary["trace"])
-    reporter.directory.summary(summary)
-    reporter.event(
-        "stop",
-        state=outcome.state,
-        step=outcome.steps,
-        reason=outcome.reason or "all steps done",
-        loss=outcome.final_loss,
-    )
-
-
-def _report_trace(reporter: Reporter, trace: dict[str, Any]) -> None:
-    if problem := trace.get("problem"):
-        reporter.event("WARN", what=problem)
-        return
-    path = str(reporter.directory.path / NAME)
-    kinds = ("steps_left_out", "ranks_left_out", "events_left_out")
-    left_out = {kind: trace[kind] for kind in kinds if trace[kind]}
-    reporter.event("trace", file=path, steps=trace["steps"], events=trace["events"], **left_out)
-
-
-def _validation(outcome: Outcome) -> dict[str, Any] | None:
-    if outcome.validation is None:
-        return None
-    return outcome.validation.facts() | {"validation_step": outcome.validated}
-
-
-def _summary(
-    job: TrainingJob, outcome: Outcome, figures: dict[str, Any], parameters: int
-) -> dict[str, Any]:
-    split = "train" if figures["validation_loss"] is None else "validation"
-    return {
-        "state": outcome.state,
-        "reason": outcome.reason,
-        "steps": outcome.steps,
-        **figures,
-        "unigram_entropy": job.source.unigram_entropy(split),
-        "parameters": parameters,
-        "ranks": job.world.size,
-        "threads_per_rank": job.threads,
-        "data": job.source.describe(),
-    }

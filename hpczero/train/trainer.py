@@ -28,7 +28,7 @@ from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.zero.update import StepResult
 from hpczero.spec.schema import Spec
-from hpczero.train.batches import Batches, Tally, Validation
+from hpczero.train.batches import Batches, Tally, Validation, mixed
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
 from hpczero.train.memory_account import MemoryAccount
@@ -291,7 +291,7 @@ class Trainer:
         every = self.spec.train.eval_every
         due = every > 0 and (step + 1) % every == 0
         last = step + 1 == self.spec.train.steps
-        return (due or last) and self.batches.evaluation_batches() > 0
+        return (due or last) and any(one.evaluation_batches() for one in self.batches.evaluations())
 
     def evaluate(self, requests: StopRequests) -> tuple[Validation | None, str]:
         """Return the loss on the validation text; a request to stop ends it without a result.
@@ -299,19 +299,30 @@ class Trainer:
         Of replicas that train apart it is the loss of their common weights.
         """
         self.engine.module.eval()
-        tally = Tally()
         apart = self.engine.update.trains_apart
+        found = []
         with torch.no_grad(), self.engine.averaged() if apart else nullcontext():
-            for number in range(self.batches.evaluation_batches()):
-                batches = self.batches.evaluation(number)
-                tally_here = Tally.of(batches, self.runner.evaluate(batches))
-                values = [value * self.engine.losses_count for value in tally_here.values()]
-                sums, asked = self._sum_over_ranks(values, requests)
+            parts = zip(self.batches.source.parts(), self.batches.evaluations(), strict=True)
+            for part, evaluation in parts:
+                tally, asked = self._evaluate(evaluation, requests)
                 if asked:
                     return None, asked
-                tally += Tally(*sums)
-        source = self.batches.source
-        return tally.validation(source.windows("validation"), source.targets("validation")), ""
+                source = part.source
+                sizes = source.windows("validation"), source.targets("validation")
+                found.append((part, tally.validation(*sizes)))
+        return mixed(found), ""
+
+    def _evaluate(self, evaluation: Batches, requests: StopRequests) -> tuple[Tally, str]:
+        tally = Tally()
+        for number in range(evaluation.evaluation_batches()):
+            batches = evaluation.evaluation(number)
+            tally_here = Tally.of(batches, self.runner.evaluate(batches))
+            values = [value * self.engine.losses_count for value in tally_here.values()]
+            sums, asked = self._sum_over_ranks(values, requests)
+            if asked:
+                return tally, asked
+            tally += Tally(*sums)
+        return tally, ""
 
     def _report(
         self,

@@ -7,6 +7,7 @@ from itertools import permutations
 from typing import Any
 
 from hpczero.comm.world import World
+from hpczero.spec.optimizer import Outer
 from hpczero.spec.rules import AXES, contradictions
 from hpczero.spec.schema import (
     Comm,
@@ -14,7 +15,6 @@ from hpczero.spec.schema import (
     Memory,
     Model,
     Optimizer,
-    Outer,
     Parallel,
     Spec,
     Train,

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from hpczero.parallel.zero.engine import Engine
-from hpczero.spec.schema import Comm, Data, Model, Optimizer, Outer, Parallel, Spec, Train, Zero
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Comm, Data, Model, Optimizer, Parallel, Spec, Train, Zero
 
 # the table `optimizer`; steps before signs, or between outer steps, are few
 METHODS: dict[str, dict[str, Any]] = {

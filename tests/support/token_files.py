@@ -9,7 +9,8 @@ import numpy as np
 
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.encode import Recipe
+from hpczero.data.encode import Effort
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import TokenFile
 from hpczero.spec.schema import Data, Model, Spec, Train
 
@@ -54,6 +55,7 @@ def make(
     listener: Heard | None = None,
     fraction: float = 0.1,
     commit_every: int = 50_000,
+    workers: int = 0,
 ) -> TokenFile:
     """Build the token file of a text, with the work folder beside it."""
     work = output.with_name(output.name + ".partial")
@@ -63,7 +65,7 @@ def make(
         Recipe(validation_fraction=fraction),
         work,
         listener or Heard(),
-        commit_every,
+        Effort(commit_every, workers),
     )
 
 

@@ -38,6 +38,7 @@ ALLOWED = {
     "": {"env", "kernel_cache", "train.initialize", "comm.world", "data"},
     "spec": {"errors", "env", "machine", "safe_files", "text"},
     "spec.rules": {"errors", "text", "model.families", "model.shapes"},
+    "spec.rules_of_families": {"text", "model.shapes"},
     "spec.rules_of_sequences": {"text", "model.attention_layouts", "model.families"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device", "hashing"},
@@ -65,7 +66,7 @@ ALLOWED = {
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
-    "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.samples"}
+    "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
     "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
     "calibrate": {"errors", "machine", "device", "safe_files", "spec", "comm", "text"}

@@ -80,7 +80,7 @@ KINDS = [
         KERNELS,
         in_table=3,
         another_meaning={
-            "hpczero/spec/schema.py": "the optimizer's name",
+            "hpczero/spec/optimizer.py": "the optimizer's name",
             "hpczero/spec/model.py": "the name of an activation",
             "hpczero/huggingface/conversions.py": "the name of an activation",
         },

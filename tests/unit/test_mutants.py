@@ -26,7 +26,7 @@ from hpczero.data import dataset
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
-from hpczero.data.encode import Recipe
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import SPLITS, open_token_file
 from hpczero.errors import InputError
 from tests.support.checkpoints import Grid, Wanted, make, parameters, seal

@@ -13,7 +13,8 @@ from hpczero.comm.world import World
 from hpczero.model import families
 from hpczero.planner.sent import Sent
 from hpczero.planner.volumes import Volumes, resolved
-from hpczero.spec.schema import Comm, Optimizer, Outer, Spec
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Comm, Optimizer, Spec
 from tests.support.jobs import EXCHANGES, MODEL, any_job, job, laid_out
 from tests.support.training import train
 

@@ -281,6 +281,21 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
     assert user.losses("parts") == user.losses("whole")
 
 
+@pytest.mark.few(1)
+def test_a_token_file_is_built_in_a_job_that_a_second_one_finds_done(user: User) -> None:
+    (user.folder / "runs").mkdir()
+    for name in ("one", "two"):
+        (user.folder / f"{name}.txt").write_text(f"text number {name}\n" * 400)
+    build = ("data", "build", "-o", "runs/corpus.h5", "--workers", "2")
+    job = ("--submit", "spec.toml", "--set", "batch.launcher=mpirun", "--set", "batch.chain=2")
+    assert "submitted as job" in user.does(*hpczero(*build, *job, "*.txt"))
+    found = user.waits("corpus.build", over, "the jobs end")
+    assert states(found) == ["finished", "passed"]
+    assert "corpus.h5: tokenizer byte" in user.does(*hpczero("data", "show", "runs/corpus.h5"))
+    assert "is up to date" in user.does(*hpczero(*build, "*.txt"))
+    assert "is up to date" in user.does(*hpczero(*build, *job, "*.txt"))
+
+
 @pytest.mark.slow
 def test_a_program_of_ones_own_goes_on_in_the_next_job(user: User) -> None:
     """The program of docs/your-loop.md, asked to stop by `scancel --signal`."""

@@ -9,7 +9,7 @@ import pytest
 from hpczero.data import dataset
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.encode import Recipe
+from hpczero.data.journal import Recipe
 from tests.support.token_files import TEXT
 
 

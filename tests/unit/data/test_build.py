@@ -3,17 +3,16 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 from hpczero.data import encode
 from hpczero.data.build import build_token_file, is_up_to_date
-from hpczero.data.corpus import Input, find
-from hpczero.data.encode import Recipe
+from hpczero.data.corpus import Input, Place, Record, find
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import open_token_file
 from hpczero.errors import HpczeroError, InputError
 from tests.support.token_files import Heard, documents, make
@@ -77,15 +76,14 @@ def test_same_text_elsewhere_and_later_gives_the_same_bytes(text: Path, tmp_path
 def while_it_reads(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
     """Carry out the action when the first file is opened."""
     actions = [action]
-    real = encode.open_text
+    real = encode.records
 
-    def opened(source: Input) -> BinaryIO:
-        file = real(source)
+    def opened(source: Input, start: Place, field: str) -> Iterator[Record]:
         if actions:
             actions.pop()()
-        return file
+        return real(source, start, field)
 
-    monkeypatch.setattr(encode, "open_text", opened)
+    monkeypatch.setattr(encode, "records", opened)
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(

@@ -14,7 +14,7 @@ from hpczero.data import dataset, raw_files
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
-from hpczero.data.encode import Recipe
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import open_token_file
 from hpczero.errors import InputError
 from tests.support.checkpoints import memory_at_most

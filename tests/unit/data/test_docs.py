@@ -11,7 +11,7 @@ import xxhash
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import SilentListener
-from hpczero.data.encode import Recipe
+from hpczero.data.journal import Recipe
 
 
 def read_as_the_page_says(path: Path) -> tuple[dict[str, Any], list[str], str]:

@@ -26,11 +26,12 @@ def test_a_full_disk_is_an_error_with_path_and_bytes_and_can_be_resumed(
         "from pathlib import Path\n"
         "from hpczero.data.build import *\n"
         "from hpczero.data.corpus import find\n"
+        "from hpczero.data.encode import Effort\n"
         "class Quiet:\n said = advanced = copied = lambda *_: None\n"
         "text, output = sys.argv[1:]\n"
         "work = Path(output + '.partial')\n"
         "recipe = Recipe(validation_fraction=0.1)\n"
-        "build_token_file(find([text]), Path(output), recipe, work, Quiet(), 1)"
+        "build_token_file(find([text]), Path(output), recipe, work, Quiet(), Effort(1))"
     )
 
     def limited() -> None:

@@ -10,7 +10,8 @@ from hpczero.cli import main
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import SilentListener
-from hpczero.data.encode import Recipe
+from hpczero.data.encode import Effort
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import open_token_file
 
 DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + [
@@ -70,7 +71,7 @@ def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
             recipe,
             tmp_path / "work",
             Interrupts(),
-            commit_every=100_000,
+            Effort(commit_every=100_000),
         )
     said: list[str] = []
 
@@ -78,9 +79,8 @@ def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
         def said(self, line: str) -> None:
             said.append(line)
 
-    made = build_token_file(
-        found, tmp_path / "made.h5", recipe, tmp_path / "work", Hears(), commit_every=100_000
-    )
+    effort = Effort(commit_every=100_000)
+    made = build_token_file(found, tmp_path / "made.h5", recipe, tmp_path / "work", Hears(), effort)
     whole = build_token_file(
         found, tmp_path / "whole.h5", recipe, tmp_path / "work", SilentListener()
     )
@@ -126,3 +126,30 @@ def test_a_damaged_archive_is_one_error(
     assert main(["data", "build", "-o", str(tmp_path / "made.h5"), str(tmp_path / "a.txt.gz")]) == 1
     assert "a.txt.gz cannot be read past byte 0" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt.gz"]
+
+
+def test_tables_and_frames_make_the_same_tokens_as_lines(tmp_path: Path) -> None:
+    """Each kind of file, also when it is cut into parts that a reader has to join."""
+    pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow")
+    zstd = pytest.importorskip("backports.zstd", reason="Zstandard needs backports.zstd")
+    (tmp_path / "a.jsonl").write_bytes(lines("text"))
+    expected = built(tmp_path, str(tmp_path / "a.jsonl"))
+    content = lines("text")
+    frames = [content[at : at + 700_001] for at in range(0, len(content), 700_001)]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(map(zstd.compress, frames)))
+    table = pa.table({"id": range(len(DOCUMENTS)), "text": DOCUMENTS})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=70)
+    kinds = {
+        "large": pa.large_string(),
+        "view": pa.string_view(),
+        "words": pa.dictionary(pa.int32(), pa.string()),
+    }
+    for name, kind in kinds.items():
+        again = table.set_column(1, "text", table["text"].cast(kind))
+        with pa.ipc.new_file(str(tmp_path / f"{name}-file.arrow"), again.schema) as file:
+            file.write_table(again, max_chunksize=70)
+        with pa.ipc.new_stream(str(tmp_path / f"{name}-stream.arrow"), again.schema) as file:
+            file.write_table(again, max_chunksize=70)
+    for path in sorted(tmp_path.iterdir()):
+        assert built(tmp_path, str(path)) == expected, path

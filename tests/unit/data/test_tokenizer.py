@@ -15,7 +15,8 @@ import tokenizers
 from hpczero.cli import main
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.encode import Recipe
+from hpczero.data.encode import Effort
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import open_token_file
 from hpczero.data.tokenizer import ByteTokenizer, tokenizer
 from hpczero.errors import InputError
@@ -199,7 +200,7 @@ def test_killed_while_it_encodes_it_goes_on_to_the_same_bytes(
 
     def build(name: str, listener: Heard) -> None:
         work = tmp_path / f"{name}.partial"
-        build_token_file(find(TEXTS), tmp_path / name, recipe, work, listener, 1)
+        build_token_file(find(TEXTS), tmp_path / name, recipe, work, listener, Effort(1))
 
     build("whole.h5", Heard())
     kill = Heard(5, lambda: os.kill(os.getpid(), signal.SIGKILL))

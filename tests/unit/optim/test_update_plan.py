@@ -11,7 +11,8 @@ from hpczero.parallel.zero.update_plan import (  # noqa: E402
     UpdateWanted,
     plan_update,
 )
-from hpczero.spec.schema import Optimizer, Outer  # noqa: E402
+from hpczero.spec.optimizer import Outer  # noqa: E402
+from hpczero.spec.schema import Optimizer  # noqa: E402
 
 NAMES = ["body.weight", "body.bias", "head.weight"]
 

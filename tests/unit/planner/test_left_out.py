@@ -6,8 +6,9 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.planner.forecast import left_out
+from hpczero.spec.optimizer import Outer
 from hpczero.spec.rules_of_replicas import without_effect_of_replicas
-from hpczero.spec.schema import Comm, Optimizer, Outer, Parallel, Spec, Train, Zero
+from hpczero.spec.schema import Comm, Optimizer, Parallel, Spec, Train, Zero
 
 NO_REPLICAS = (
     'comm.compress = "int8" has no effect: 4 data ranks with one copy of the states, and no '

@@ -16,8 +16,8 @@ from hpczero.planner.room import Room
 from hpczero.planner.search import distinct
 from hpczero.spec.keys import keys
 from hpczero.spec.load import from_dict
+from hpczero.spec.optimizer import Outer
 from hpczero.spec.rules import contradictions, without_effect
-from hpczero.spec.schema import Outer
 from tests.support.plans import everything, search, space
 
 

@@ -16,13 +16,13 @@ from hpczero.planner.composed import Pipeline, causes_of_action, compose
 from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.step_costs import CAUSES, Edge
 from hpczero.planner.step_time import StepTime, predict
+from hpczero.spec.optimizer import Outer
 from hpczero.spec.schema import (
     Checkpoint,
     Comm,
     Memory,
     Model,
     Optimizer,
-    Outer,
     Parallel,
     Spec,
     Train,

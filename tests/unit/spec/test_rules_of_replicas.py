@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from hpczero.spec.load import load
+from hpczero.spec.optimizer import Outer
 from hpczero.spec.rules import contradictions, unavailable, without_effect
-from hpczero.spec.schema import Comm, Optimizer, Outer, Spec, Train, Zero
+from hpczero.spec.schema import Comm, Optimizer, Spec, Train, Zero
 from tests.support.specs import Write, refusal
 
 LOCAL = "optimizer.outer.every = 50\n"

@@ -22,7 +22,8 @@ from hpczero.spec.load import (
     to_start_from,
     to_toml,
 )
-from hpczero.spec.schema import Optimizer, Outer, Spec
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Optimizer, Spec
 from hpczero.spec.toml import Layer
 from tests.support.specs import Write, refusal
 

@@ -12,7 +12,7 @@ from hpczero.spec.schema import Batch, Spec
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
 
-from hpczero.train.run import _predicted
+from hpczero.train.run_report import _predicted
 
 Events = list[tuple[str, dict[str, Any]]]
 

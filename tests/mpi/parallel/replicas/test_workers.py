@@ -10,7 +10,8 @@ import torch
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.parallel.parallelize import assemble
-from hpczero.spec.schema import Comm, Data, Model, Optimizer, Outer, Parallel, Spec, Train, Zero
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Comm, Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from tests.support.covering import Case
 from tests.support.training import train
 from tests.support.workers_twin import Twin

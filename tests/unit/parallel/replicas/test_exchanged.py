@@ -7,7 +7,8 @@ import pytest
 from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.replicas.sizes import FORMS, part_of
 from hpczero.planner.data_volumes import sent_in_exchanges
-from hpczero.spec.schema import Comm, Optimizer, Outer, Spec
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Comm, Optimizer, Spec
 
 OWNED = [4096, 1000, 64]
 

@@ -12,7 +12,8 @@ from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.replicas.sizes import FORMS, part_of
 from hpczero.planner.data_volumes import sent_in_exchanges
 from hpczero.planner.sent import Sent
-from hpczero.spec.schema import Model, Optimizer, Outer, Spec, Train, Zero
+from hpczero.spec.optimizer import Outer
+from hpczero.spec.schema import Model, Optimizer, Spec, Train, Zero
 
 GPT = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)
 PARAMETERS = 109_300_000  # about

@@ -1,0 +1,105 @@
+"""A mixture that a run goes on with: where its course began, and what has changed in it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.shard_file import Damaged
+from hpczero.data.course import shares_of
+from hpczero.data.mixture import Mixture, Recorded
+from hpczero.data.token_source import TokenSource
+from hpczero.errors import InputError
+from hpczero.spec.schema import Spec
+from hpczero.text import printable
+
+DATA = "data.fingerprint"  # in a checkpoint's identity: of a single source
+COURSE = "data.course"  # of a mixture
+
+
+def identity_of_data(source: TokenSource) -> dict[str, str]:
+    """Return what a run's results depend on of its data, whatever path it was read from."""
+    if isinstance(source, Mixture):
+        return {COURSE: source.record.as_text()}
+    return {DATA: str(source.describe()["fingerprint"])}
+
+
+def with_course(source: TokenSource, identity: Mapping[str, str]) -> TokenSource:
+    """Return the source as a run with this identity reads it."""
+    if isinstance(source, Mixture) and COURSE in identity:
+        return source.going_on(Recorded.from_text(identity[COURSE]))
+    return source
+
+
+def refuse_early_end(source: TokenSource, spec: Spec) -> None:
+    """Raise InputError if a mixture's sources end before the steps do."""
+    samples = spec.train.steps * spec.train.global_batch
+    if isinstance(source, Mixture) and source.end < samples:
+        raise InputError(
+            f"data.sources: their epochs allow {source.end} samples, and {spec.train.steps} steps "
+            f"of {spec.train.global_batch} are {samples}: more epochs (0: without end), or "
+            f"train.steps = {int(source.end) // spec.train.global_batch}"
+        )
+
+
+def go_on_with_data(checkpoint: Checkpoint, spec: Spec, identity: dict[str, str]) -> list[str]:
+    """Take the course of the checkpoint over into a run's identity; return what has changed."""
+    step = checkpoint.content.state.step
+    batch = spec.train.global_batch
+    before = checkpoint.content.spec.get("train", {}).get("global_batch", batch)
+    try:
+        course, changes = going_on(checkpoint.identity, identity, step * int(before), step * batch)
+    except (ValueError, TypeError) as error:
+        raise Damaged(f"{checkpoint.folder}: {error}") from error
+    identity.update(course)
+    return changes
+
+
+def going_on(
+    there: Mapping[str, str], here: Mapping[str, str], seen: int, begins: int
+) -> tuple[dict[str, str], list[str]]:
+    """Return the course of a run that goes on from a checkpoint, and its changes in words.
+
+    `there`, `here`: identities of the checkpoint and of the run as it would begin. `seen`: samples
+    that have been read; `begins`: the first that is read now. ValueError if the checkpoint says
+    nothing that a course could be made of.
+    """
+    if COURSE not in here:
+        return {}, []
+    new = Recorded.from_text(here[COURSE])
+    if COURSE in there:
+        old = Recorded.from_text(there[COURSE])
+        if _course(old) == _course(new):
+            return {COURSE: replace(old, names=new.names).as_text()}, []
+        counts = old.counts_at(seen)
+    elif DATA in there:
+        single = there[DATA]
+        old = Recorded({single: "data.source"}, {single: 1.0}, {single: 0})
+        counts = {single: seen}
+    else:
+        return {}, []
+    return {COURSE: replace(new, first=begins, counts=counts).as_text()}, _changes(old, new)
+
+
+def _course(record: Recorded) -> tuple[object, ...]:
+    weights = dict(record.weights)
+    return list(weights), shares_of(list(weights.values())), dict(record.most)
+
+
+def _changes(old: Recorded, new: Recorded) -> list[str]:
+    """Return a line for each source that came, went or has another share."""
+    lines = []
+    for key in {**old.weights, **new.weights}:
+        name = printable({**old.names, **new.names}[key], 200)
+        if key not in old.weights:
+            lines.append(f"data.sources: {name} is new, with weight {new.weights[key]:g}")
+        elif key not in new.weights:
+            lines.append(f"data.sources: {name} is not read any more")
+        elif old.weights[key] != new.weights[key] or old.most[key] != new.most[key]:
+            was, now = (_share(record, key) for record in (old, new))
+            lines.append(f"data.sources: {name} had {was}, and has {now}")
+    return lines
+
+
+def _share(record: Recorded, key: str) -> str:
+    most = record.most[key]
+    return f"weight {record.weights[key]:g}" + (f" and at most {most:,} samples" if most else "")
