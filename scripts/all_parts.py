@@ -36,7 +36,7 @@ DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
 )
 SIMULATED = " ".join(
     f"tests/kernels/test_{kind}.py"
-    for kind in ("operators", "passes", "signs", "quantised", "frozen_adamw")
+    for kind in ("operators", "passes", "signs", "quantised", "frozen_adamw", "lamb", "lion")
 )
 OPENMPI = "--library openmpi"
 

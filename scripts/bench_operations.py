@@ -13,6 +13,14 @@ from torch import Tensor
 from hpczero_kernels import dispatch, operations
 from hpczero_kernels.adamw import AdamWBuffers, adamw, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
+from hpczero_kernels.lamb import (
+    block_count,
+    lamb_moments,
+    lamb_moments_reference,
+    lamb_step,
+    lamb_step_reference,
+)
+from hpczero_kernels.lion import LionBuffers, lion, lion_reference
 from hpczero_kernels.reduce import sum_pieces
 from hpczero_kernels.rotary import angles
 
@@ -26,6 +34,8 @@ def works() -> dict[str, Callable[[Setting], Work]]:
         "sum": _sum,
         "adamw_fp32": _adamw_fp32,
         "adamw_mixed": _adamw_mixed,
+        "lamb_mixed": _lamb_mixed,
+        "lion_mixed": _lion_mixed,
     }
     for name, inputs in {
         "layer_norm": "xcc",
@@ -150,6 +160,44 @@ def _adamw_mixed(setting: Setting) -> Work:
         name,
         (24 + 2 * setting.dtype.itemsize) * setting.elements,
         {"hpczero": own, "torch fused + casts": torchs},
+    )
+
+
+def _lamb_mixed(setting: Setting) -> Work:
+    """Both passes; PyTorch has no LAMB, so that its operations one by one are the other way."""
+    states = _states(setting, setting.dtype, setting.dtype)
+    scalars = scalars_of_step(3, LR, BETAS, EPS, 1.0)
+    on_device = type(scalars)(scalars.values.to(setting.device))
+    rows = block_count(states[0].master.numel())
+    squares = torch.empty(rows, 2, dtype=torch.float32, device=setting.device)
+    ratio = torch.ones(1, dtype=torch.float32, device=setting.device)
+
+    def step(first: Callable[..., None], second: Callable[..., None], number: int) -> None:
+        first(states[number], DECAY, on_device, squares)
+        second(states[number], DECAY, on_device, ratio)
+
+    return Work(
+        f"LAMB, both passes, gradient and weights in {str(setting.dtype).removeprefix('torch.')}",
+        (36 + 2 * setting.dtype.itemsize) * setting.elements,
+        {
+            "hpczero": partial(step, lamb_moments, lamb_step),
+            "torch": partial(step, lamb_moments_reference, lamb_step_reference),
+        },
+    )
+
+
+def _lion_mixed(setting: Setting) -> Work:
+    adam = _states(setting, setting.dtype, setting.dtype)
+    states = [LionBuffers(one.master, one.moment1, one.gradient, one.weights) for one in adam]
+    scalars = scalars_of_step(3, LR, BETAS, EPS, 1.0)
+    on_device = type(scalars)(scalars.values.to(setting.device))
+    return Work(
+        f"Lion, gradient and weights in {str(setting.dtype).removeprefix('torch.')}",
+        (16 + 2 * setting.dtype.itemsize) * setting.elements,
+        {
+            "hpczero": lambda number: lion(states[number], DECAY, on_device),
+            "torch": lambda number: lion_reference(states[number], DECAY, on_device),
+        },
     )
 
 

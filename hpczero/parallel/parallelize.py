@@ -56,7 +56,7 @@ from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.engine_settings import EngineSettings
 from hpczero.parallel.zero.gather_sizes import gathers_in_8_bits
 from hpczero.parallel.zero.state_dict import InitialValues, no_values
-from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
+from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan, own_update
 from hpczero.parallel.zero.weights import DTYPES, ModelParts
 from hpczero.spec.schema import Spec
 
@@ -171,7 +171,7 @@ def assemble(
     `user_model`: the module that model.family has made, if it exists already. `bare`: leave
     hpczero's own models without values, to be loaded or made (`Engine.initial_values`).
     """
-    context = EngineContext(spec, world, grid, accumulates, threads)
+    context = EngineContext(spec, world, grid, accumulates, threads, own_update(spec.optimizer))
     if families.known(spec.model):
         return _own_model(context, bare)
     user_model = user_model or make_user_model(spec, world, grid)

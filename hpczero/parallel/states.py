@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.parallel.layout import UnitLayout
-from hpczero.spec.schema import Zero
+from hpczero.spec.schema import Optimizer, Zero
 
 SLOTS = 2  # unit-sized buffers in flight where gradients, or parameters, are sharded
 
@@ -80,6 +80,12 @@ class UpdateMemory:
 
 
 ADAMW = UpdateMemory()
+_MOMENTS = {"lion": 1}
+
+
+def memory_of(optimizer: Optimizer) -> UpdateMemory:
+    """Return what hpczero's own update of this name keeps."""
+    return UpdateMemory(_MOMENTS.get(optimizer.name, ADAMW.moments))
 
 
 @dataclass(frozen=True)

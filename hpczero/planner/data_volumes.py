@@ -6,7 +6,6 @@ States are cut into shards among some data ranks, and others may have replicas o
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import groupby
 
 from hpczero.comm.grid import node_slice
 from hpczero.comm.trace import evenly
@@ -17,9 +16,11 @@ from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.parallel.replicas.sizes import FORMS, Form, part_of
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.zero.gather_sizes import message_sizes
+from hpczero.parallel.zero.matrix_places import Ranks
+from hpczero.planner import update_volumes
 from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
 from hpczero.planner.once import Once
-from hpczero.planner.sent import Operations, RepeatedRanks, Sent
+from hpczero.planner.sent import Operations, RepeatedRanks, Sent, both, runs, together
 from hpczero.spec.schema import Memory, Parallel, Spec
 
 _NORM = 8
@@ -106,10 +107,27 @@ class DataVolumes:
         cut_alike: bool,
         in_8_bits: bool = False,
     ) -> Iterator[RepeatedRanks]:
-        """Yield the volumes of data ranks without replicas: `of_shards`, and the norm."""
+        """Yield the volumes of data ranks without replicas: `of_shards`, and `of_all`."""
         of_shards = self.of_shards(stage, tensor_rank, on_nodes, cut_alike, in_8_bits)
-        for (ranks, times), ([of_norm], _) in zip(of_shards, norms(on_nodes), strict=True):
-            yield [_both(operations, of_norm) for operations in ranks], times
+        yield from together(of_shards, self.of_all(stage, tensor_rank, sum(on_nodes), on_nodes))
+
+    def of_all(
+        self, stage: int, tensor_rank: int, shards: int, on_nodes: Sequence[int]
+    ) -> Iterator[RepeatedRanks]:
+        """Yield the volumes of the norm, and of the update, which are among all data ranks."""
+        of_update = update_volumes.of_data(
+            self.spec.optimizer,
+            self._layouts(shards, stage, tensor_rank),
+            self.update_ranks(shards),
+            self._width,
+            on_nodes,
+        )
+        yield from together(norms(on_nodes), of_update)
+
+    def update_ranks(self, shards: int) -> Ranks:
+        """Return the ranks among which an update divides its work."""
+        sharded = Sharded.at_stage(self.spec.zero.stage, node_shared=False).optimizer
+        return Ranks(self.data_ranks, shards, self.spec.parallel.tensor, sharded)
 
     def _node_shared(
         self,
@@ -170,7 +188,7 @@ class DataVolumes:
             for (form, elements), times in exchanges.items()
         ]
         for of_rank in zip(*sent, strict=True):
-            total = reduce(_both, of_rank)
+            total = reduce(both, of_rank)
             yield [{name: each // self.exchanged.every for name, each in total.items()}], 1
 
     def _exchanged_part(self, unit: UnitLayout, shard: int) -> slice:
@@ -240,15 +258,5 @@ def norm(ranks: int, elsewhere: int, workers: int = 1) -> Sent:
     return Sent(*evenly(_NORM * workers * ranks, ranks, elsewhere))
 
 
-def runs(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (ranks on a node, number of consecutive nodes with as many)."""
-    for count, nodes in groupby(on_nodes):
-        yield count, len(list(nodes))
-
-
 def summed(sent: Iterable[Sent]) -> Sent:
     return reduce(Sent.__add__, sent, Sent())
-
-
-def _both(one: Operations, other: Operations) -> Operations:
-    return {name: one.get(name, Sent()) + other.get(name, Sent()) for name in {**one, **other}}

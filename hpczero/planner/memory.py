@@ -45,6 +45,7 @@ from hpczero.parallel.states import (
     bytes_over_bus,
     state_bytes,
 )
+from hpczero.parallel.zero.matrix_places import Ranks, temporary_bytes
 from hpczero.planner.activations import (
     activations,
     arrived,
@@ -247,7 +248,7 @@ class Parts:
         offload = Offload(
             self.platform.on_gpus and spec.zero.offload != "none", bool(spec.zero.folder)
         )
-        update = self.platform.update
+        update = self.platform.update_of(spec)
         kept, files = bytes_in_places(
             held.units, sharded, precision, place.shared, held.around, update, offload
         )
@@ -265,12 +266,19 @@ class Parts:
             windows,
             sum(files.values()),
             bytes_over_bus(held.units, sharded, precision) if offload.from_device else 0,
-            update.temporary(held.units, sharded),
+            update.temporary(held.units, sharded) + self._of_matrices(spec, place, held, sharded),
         )
+
+    def _of_matrices(self, spec: Spec, place: Placement, held: _Held, sharded: Sharded) -> int:
+        """Return what Muon needs beside the states in a step."""
+        if spec.optimizer.name != "muon" or self.platform.update:
+            return 0
+        ranks = Ranks(place.data_ranks, place.shards, spec.parallel.tensor, sharded.optimizer)
+        return temporary_bytes(held.units, spec.optimizer, ranks, element_bytes(spec))
 
     def _copied(self, spec: Spec, place: Placement) -> int:
         """Return the bytes of each stored element: of a copy, and of what comes from replicas."""
-        of_update = self.platform.update.of_element
+        of_update = self.platform.update_of(spec).of_element
         saved, collected = Exchanged.by(spec).saved(of_update, place.replicas)
         return collected + saved * saves_behind(spec)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hpczero.parallel.states import ADAMW, UpdateMemory
+from hpczero.parallel.states import UpdateMemory, memory_of
 from hpczero.spec.schema import Spec, Zero
 
 BUCKET_MB = {"cpu": 4, "cuda": 256}
@@ -13,13 +13,17 @@ class Platform:
     """The `device` of a job's tensors: "cpu", where all memory is the computer's, or "cuda".
 
     `kernels`: operations that hpczero's own kernels carry out; PyTorch does the others.
-    `native`: collectives use torch.distributed in place of MPI. `update`: the optimizer's memory.
+    `native`: collectives use torch.distributed in place of MPI. `update`: the memory of an update
+    that is not the one that the spec names.
     """
 
     device: str = "cpu"
     kernels: frozenset[str] = frozenset()
     native: bool = False
-    update: UpdateMemory = ADAMW
+    update: UpdateMemory | None = None
+
+    def update_of(self, spec: Spec) -> UpdateMemory:
+        return self.update or memory_of(spec.optimizer)
 
     @property
     def on_gpus(self) -> bool:

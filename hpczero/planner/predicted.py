@@ -291,13 +291,14 @@ class Predicted:
         if work.platform.on_gpus:
             seconds = max(seconds, work.held[stage].over_bus / self._bus_rate)
         if work.spec.zero.folder and node.nvme_gb_s:  # or else `need_files` refuses
-            moved = 2 * work.owned(stage) * work.platform.update.of_element
+            moved = 2 * work.owned(stage) * work.platform.update_of(work.spec).of_element
             seconds = max(seconds, moved / (node.nvme_gb_s / ranks * _GIGA))
         return seconds
 
     def after(self) -> Seconds:
         work = self.work
         update = max(map(work.updated, set(work.like)))
+        matrices = max(map(self._orthogonalised, set(work.like)))
         offload = 0.0
         if work.is_elsewhere and not self.software.hides_weights:
             offload = max(map(self._offload, set(work.like)))
@@ -310,13 +311,21 @@ class Predicted:
             if sent != Sent()
         )
         return {
-            "optimizer": 0.0 if work.is_elsewhere else update / self.rates.of_update,
+            "optimizer": 0.0 if work.is_elsewhere else update / self.rates.of_update + matrices,
             "messages": max(tied, default=0.0),
             "offload": offload,
             "overhead": self.cluster.device.step_us * _MICRO
             + self.software.step_ms * _MILLI
             + small,
         }
+
+    def _orthogonalised(self, stage: int) -> float:
+        """Return the seconds of Muon's products on the stage's busiest rank."""
+        ranks = self.work.nodes.ranks // len(self.work.held)
+        seconds = [
+            sum(map(self.rates.product, products)) for products in self.work.orthogonalised(stage)
+        ]
+        return max(sum(seconds) / ranks, max(seconds, default=0.0))
 
     def beside_next(self, step: float) -> float:
         """Return what is longer than a step of the turns of local steps' fragments."""
@@ -335,7 +344,7 @@ class Predicted:
             return 0.0
         owned = max(held.shards for held in work.held)
         replicas = work.spreads["replica"].ranks
-        saved, _ = work.exchanged.saved(work.platform.update.of_element, replicas)
+        saved, _ = work.exchanged.saved(work.platform.update_of(work.spec).of_element, replicas)
         states = owned * saved / replicas
         write = states * work.nodes.most / (files.node_gb_s * _GIGA)
         if files.all_gb_s:

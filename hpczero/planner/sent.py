@@ -1,8 +1,9 @@
 """Bytes that ranks send, by operation, and their totals (pure)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +71,39 @@ def merged(totals: Iterable[tuple[str, Total]]) -> dict[str, Total]:
         before = combined.get(name, Total(Sent(), Sent()))
         combined[name] = Total(before.rank.most(total.rank), before.all + total.all)
     return combined
+
+
+def both(one: Operations, other: Operations) -> Operations:
+    return {name: one.get(name, Sent()) + other.get(name, Sent()) for name in {**one, **other}}
+
+
+def runs(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (ranks on a node, number of consecutive nodes with as many)."""
+    for count, nodes in groupby(on_nodes):
+        yield count, len(list(nodes))
+
+
+def together(
+    some: Iterable[RepeatedRanks], more: Iterable[RepeatedRanks]
+) -> Iterator[RepeatedRanks]:
+    """Yield the sums of two accounts of the same ranks.
+
+    Of one of them, a run of the other has the same operations for all of its ranks.
+    """
+    one, other = list(some), list(more)
+    if len(one) == len(other) and all(
+        len(ranks) * times == len(few) * repeated and len(few) == 1
+        for (ranks, times), (few, repeated) in zip(one, other, strict=True)
+    ):
+        for (ranks, times), ([operations], _) in zip(one, other, strict=True):
+            yield [both(each, operations) for each in ranks], times
+        return
+    pairs = zip(_each(one), _each(other), strict=True)
+    yield [both(first, second) for first, second in pairs], 1
+
+
+def _each(alike: Iterable[RepeatedRanks]) -> Iterator[Operations]:
+    """Yield the operations of each rank."""
+    for ranks, times in alike:
+        for _ in range(times):
+            yield from ranks

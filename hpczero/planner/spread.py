@@ -14,7 +14,6 @@ from hpczero.comm.grid import impossible, impossible_shards
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
 from hpczero.planner.allocation import Allocation
-from hpczero.planner.data_volumes import norms
 from hpczero.planner.sent import GroupVolumes, RepeatedRanks
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.rules import AXES, axes_in_order
@@ -150,18 +149,18 @@ class _Between:
         """Return the bytes of an axis's groups on average: those of the stages differ."""
         volumes, on_nodes, shards = self._volumes, found[axis].on_nodes, found["shard"].ranks
         batches, among_data = volumes.batches(0), volumes.among_data
-        workers = among_data.workers(shards)
         in_8_bits = volumes.spec.compresses_gathers and found["shard"].nodes > 1
         if axis == "pipeline":
             return _between(volumes.of_pipeline(0, batches, on_nodes, shards))
-        if axis == "data" and found["replica"].ranks > 1:
-            return _between(norms(on_nodes))
+        divided = found["replica"].ranks > 1
         ways = {
-            "tensor": lambda stage: volumes.of_tensor(stage, batches, on_nodes, workers),
+            "tensor": lambda stage: volumes.of_tensor(stage, batches, on_nodes, shards, 0),
             "data": lambda stage: among_data.of_data(stage, 0, on_nodes, True, in_8_bits),
             "shard": lambda stage: among_data.of_shards(stage, 0, on_nodes, True, in_8_bits),
             "replica": lambda stage: among_data.of_replicas(stage, 0, shards, 0, on_nodes),
         }
+        if divided:
+            ways["data"] = lambda stage: among_data.of_all(stage, 0, shards, on_nodes)
         sent = [_between(ways[axis](stage)) for stage in self._stages]
         return sum(sent) // len(sent)
 

@@ -11,14 +11,16 @@ from itertools import chain
 from hpczero.comm.trace import evenly
 from hpczero.model.families import family
 from hpczero.model.shapes import Layer
-from hpczero.model.work import Pass
+from hpczero.model.work import Pass, Product
+from hpczero.optim.matrices import is_matrix, products
 from hpczero.parallel.pipeline.partition import Chunks, Tied
 from hpczero.parallel.states import Precision, Sharded, bytes_over_bus, shares_nodes
 from hpczero.planner.activations import element_bytes, sent_to_host
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.data_volumes import norms
 from hpczero.planner.once import Once
 from hpczero.planner.platform import Platform, as_run
-from hpczero.planner.sent import GroupVolumes, RepeatedRanks, Sent
+from hpczero.planner.sent import GroupVolumes, RepeatedRanks, Sent, together
 from hpczero.planner.spread import in_order, spreads
 from hpczero.planner.volumes import Volumes
 from hpczero.planner.work import Alike, Batch, Part, layout_of, parts_of, passes
@@ -35,6 +37,7 @@ class Repeated:
 
 
 _NONE = Repeated("", 0, Sent())
+_READ_AGAIN = {"lamb": 12}  # bytes of an element: master weights and moments
 
 
 @dataclass(frozen=True)
@@ -264,8 +267,8 @@ class StepWork:
         joined: tuple[Repeated, ...] = ()
         if shard.ranks > 1:
             in_8_bits = self.spec.compresses_gathers and shard.nodes > 1
-            of_data = among_data.of_data(stage, 0, shard.on_nodes, True, in_8_bits)
-            totals = GroupVolumes(of_data).totals
+            of_shards = among_data.of_shards(stage, 0, shard.on_nodes, True, in_8_bits)
+            totals = GroupVolumes(together(of_shards, norms(shard.on_nodes))).totals
             sums, weights = (totals[name].rank for name in ("reduce_scatter", "all_gather"))
             gathers = 2 * passes if self.sharded.parameters else 1
             reduced = Repeated("reduce_scatter", held.units * passes, sums)
@@ -295,9 +298,23 @@ class StepWork:
         written.
         """
         gradient = self.precision.gradient if self.sharded.gradients else self.precision.weight
-        states = 2 * self.platform.update.of_element
+        states = 2 * self.platform.update_of(self.spec).of_element
+        states += _READ_AGAIN.get(self.spec.optimizer.name, 0)
         half = self.precision.weight if self.precision.weight < 4 else 0
         return self.owned(stage) * (2 * gradient + states + half)
+
+    def orthogonalised(self, stage: int) -> list[list[Product]]:
+        """Return the products of each parameter of a stage that Muon orthogonalises."""
+        optimizer = self.spec.optimizer
+        if optimizer.name != "muon":
+            return []
+        return [
+            products(parameter)
+            for chunk in self.volumes.chunks[stage]
+            for layer in chunk
+            for parameter in layer.parameters
+            if is_matrix(parameter, optimizer)
+        ]
 
     @property
     def is_elsewhere(self) -> bool:

@@ -53,10 +53,11 @@ from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded
 from hpczero.parallel.zero.gather_sizes import gathers_in_8_bits
+from hpczero.planner import update_volumes
 from hpczero.planner.activations import element_bytes
-from hpczero.planner.data_volumes import DataVolumes, norm, norms, runs, summed
+from hpczero.planner.data_volumes import DataVolumes, norm, summed
 from hpczero.planner.once import Once
-from hpczero.planner.sent import GroupVolumes, RepeatedRanks, Sent, Total, merged
+from hpczero.planner.sent import GroupVolumes, RepeatedRanks, Sent, Total, merged, runs, together
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
@@ -174,7 +175,7 @@ class Volumes:
         place = coordinate("pipeline"), coordinate("tensor")
         among_data = self.among_data
         if axis == "data" and "replica" in at.grids:
-            key: tuple[Any, ...] = norms, on_nodes
+            key: tuple[Any, ...] = among_data.of_all, *place, at.shards, on_nodes
         elif axis in ("data", "shard"):
             of = among_data.of_data if axis == "data" else among_data.of_shards
             divided = at.grids.get("shard", grid)
@@ -186,7 +187,8 @@ class Volumes:
             key = among_data.of_replicas, *place, at.shards, shard, on_nodes
         elif axis == "tensor":
             batches = self.batches(coordinate("data"))
-            key = self.of_tensor, place[0], batches, on_nodes, among_data.workers(at.shards)
+            owner = coordinate("data") if self.spec.optimizer.name == "muon" else 0
+            key = self.of_tensor, place[0], batches, on_nodes, at.shards, owner
         elif axis == "pipeline":
             batches = self.batches(coordinate("data"))
             key = self.of_pipeline, place[1], batches, on_nodes, at.shards
@@ -214,6 +216,22 @@ class Volumes:
             yield [{"all_reduce": agreement}], count * nodes
 
     def of_tensor(
+        self, stage: int, batches: Batches, on_nodes: Sequence[int], shards: int, data_rank: int
+    ) -> Iterator[RepeatedRanks]:
+        """Yield the volumes of the tensor ranks of a data rank, which the update alone asks for."""
+        among_data = self.among_data
+        of_update = update_volumes.of_tensor(
+            self.spec.optimizer,
+            among_data.units(shards).of(self._layers(stage), 0),
+            among_data.update_ranks(shards),
+            self._width,
+            on_nodes,
+            data_rank,
+        )
+        of_layers = self._of_layers(stage, batches, on_nodes, among_data.workers(shards))
+        yield from together(of_layers, of_update)
+
+    def _of_layers(
         self, stage: int, batches: Batches, on_nodes: Sequence[int], workers: int
     ) -> Iterator[RepeatedRanks]:
         ranks = self.spec.parallel.tensor

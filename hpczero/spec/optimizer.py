@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpczero.spec.table import LARGEST, Decay, Positions, Table, key
+from hpczero.spec.table import LARGEST, Decay, Line, Positions, Table, key
 
 
 class Outer(Table):
@@ -42,10 +42,19 @@ class Outer(Table):
 class Optimizer(Table):
     """The update of the weights."""
 
-    name: Literal["adamw", "one_bit_adam"] = key(
+    name: Literal["adamw", "one_bit_adam", "lamb", "lion", "muon"] = key(
         "adamw",
         "changeable",
-        "the update rule; one_bit_adam: AdamW that sends signs between replicas",
+        "the update rule; one_bit_adam: AdamW that sends signs between replicas; lamb: steps as "
+        "long as a matrix's weights say, for large batches; lion: by signs, with one moment; muon: "
+        "steps of matrices are orthogonalised, the rest is AdamW",
+    )
+    momentum: Decay = key(0.95, "changeable", "muon only: decay of the momentum of matrices")
+    not_muon: tuple[Line, ...] = key(
+        ("*.bias", "*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"),
+        "changeable",
+        "muon only: names of matrices that AdamW steps, as in a shell",
+        strict=False,
     )
     freeze: int = key(
         0,
@@ -78,14 +87,19 @@ Phase = Annotated[
 class Schedule(Table):
     """The learning rate over the steps, and the length of sequences."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "cosine", "changeable", "shape after the warm-up; wsd: constant, then decay_steps of decay"
+    name: Literal["constant", "linear", "cosine", "wsd", "polynomial", "inverse_sqrt"] = key(
+        "cosine",
+        "changeable",
+        "shape after the warm-up; wsd: constant, then decay_steps of decay; polynomial: what is "
+        "left of the steps to the power of `power`; inverse_sqrt: as the root of warmup_steps / "
+        "step",
     )
+    power: float = key(1.0, "changeable", "polynomial only: the power", gt=0, le=100)
     warmup_steps: int = key(0, "changeable", "steps of linear growth from 0", ge=0, le=LARGEST)
     decay_steps: int = key(
         0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0, le=LARGEST
     )
-    min_lr: float = key(0.0, "changeable", "learning rate at the end", ge=0)
+    min_lr: float = key(0.0, "changeable", "learning rate at the end, or the least of all", ge=0)
     seq_len: Annotated[tuple[Phase, ...], Field(strict=False)] = key(
         (),
         "changeable",

@@ -8,6 +8,8 @@ from hpczero.spec.keys import Contradiction
 from hpczero.spec.rules_of_data import RULES as OF_DATA
 from hpczero.spec.rules_of_families import RULES as OF_FAMILIES
 from hpczero.spec.rules_of_families import unused_by_llama
+from hpczero.spec.rules_of_optimizers import RULES as OF_OPTIMIZERS
+from hpczero.spec.rules_of_optimizers import without_effect_of_optimizers
 from hpczero.spec.rules_of_replicas import RULES as OF_REPLICAS
 from hpczero.spec.rules_of_replicas import without_effect_of_replicas
 from hpczero.spec.rules_of_sequences import RULES as OF_SEQUENCES
@@ -79,7 +81,8 @@ def without_effect(spec: Spec) -> list[str]:
             f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "
             "parallel.pipeline = 1: there is one stage"
         )
-    notes += without_effect_of_replicas(spec) + without_effect_of_sequences(spec)
+    notes += without_effect_of_optimizers(spec) + without_effect_of_replicas(spec)
+    notes += without_effect_of_sequences(spec)
     return notes + (unused_by_llama(spec.model) if spec.model.family == "llama" else [])
 
 
@@ -307,6 +310,7 @@ _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
         _memory,
         *OF_DATA,
         *OF_FAMILIES,
+        *OF_OPTIMIZERS,
         *OF_SEQUENCES,
         *OF_REPLICAS,
     ),

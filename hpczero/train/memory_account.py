@@ -22,7 +22,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.device import Device
 from hpczero.model.shapes import Layer
-from hpczero.parallel.states import ADAMW, UpdateMemory
+from hpczero.parallel.states import UpdateMemory
 from hpczero.parallel.zero.engine import Engine
 from hpczero.planner.memory import need
 from hpczero.planner.needs import Need, of_account
@@ -53,7 +53,7 @@ def expect(
     spec: Spec,
     grid: Grid,
     layers: Sequence[Layer] | None,
-    update: UpdateMemory = ADAMW,
+    update: UpdateMemory | None = None,
 ) -> Expected:
     place = placement(spec, grid, world.rank)
     platform = replace(platform_of(world, spec), update=update)

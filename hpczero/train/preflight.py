@@ -17,7 +17,7 @@ from hpczero.comm.world import World
 from hpczero.device import Device
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
-from hpczero.parallel.states import ADAMW, UpdateMemory
+from hpczero.parallel.states import UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, is_tight, ways_to_run
 from hpczero.planner.memory import RUNTIME
@@ -41,7 +41,7 @@ def fit_to_memory(
     spec: Spec,
     layers: Sequence[Layer],
     module: nn.Module | None,
-    update: UpdateMemory = ADAMW,
+    update: UpdateMemory | None = None,
 ) -> Spec:
     """Check that a model of these layers fits into every node, cgroup, GPU and /dev/shm.
 
@@ -168,7 +168,7 @@ class Claim:
 
 
 def limits_from_ranks(
-    seen: Sequence[Mapping[str, Any]], update: UpdateMemory = ADAMW
+    seen: Sequence[Mapping[str, Any]], update: UpdateMemory | None = None
 ) -> NodeLimits:
     """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
     groups: dict[tuple[str, str], list[Claim]] = {}

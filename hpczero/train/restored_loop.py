@@ -9,7 +9,7 @@ from typing import Any
 
 from hpczero.checkpoint.shard_file import Damaged
 from hpczero.errors import InputError
-from hpczero.parallel.zero.update import FACTS_OF_ADAMW
+from hpczero.parallel.zero.kernel_update import FACTS_OF_ADAMW
 from hpczero.text import first_few, printable
 from hpczero.train import rank_states
 from hpczero.train.checkpointing import Checkpoints

@@ -25,6 +25,7 @@ from hpczero_kernels.cpu import (
     GRADIENT_SCALE,
     INLINE,
     LR,
+    MOMENT1_SCALE,
     MOMENT2_SCALE,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
@@ -50,7 +51,8 @@ _CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache over 
 class AdamWScalars:
     """Scalars of one step, the same for all elements: an fp32 buffer on the state's device.
 
-    `cpu` names their indices: STEP_SIZE is lr / correction1, MOMENT2_SCALE is 1 / correction2.
+    `cpu` names their indices: STEP_SIZE is lr / correction1, MOMENT1_SCALE and MOMENT2_SCALE are
+    1 / correction1 and 1 / correction2.
     Where SKIP is not 0 (a gradient was not finite), the step changes nothing.
     """
 
@@ -94,6 +96,7 @@ def scalars_of_step(
     values[EPS] = eps
     values[LR] = lr
     values[STEP_SIZE] = lr / correction1
+    values[MOMENT1_SCALE] = 1.0 / correction1
     values[MOMENT2_SCALE] = 1.0 / correction2
     return AdamWScalars(torch.tensor(values, dtype=torch.float32))
 

@@ -31,7 +31,7 @@ CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 # Indices of the scalars of an AdamW step (`adamw.AdamWScalars`), for its kernels on any device.
 GRADIENT_SCALE, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2 = range(5)
-EPS, LR, STEP_SIZE, MOMENT2_SCALE, SKIP = range(5, 10)
+EPS, LR, STEP_SIZE, MOMENT1_SCALE, MOMENT2_SCALE, SKIP = range(5, 11)
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
 

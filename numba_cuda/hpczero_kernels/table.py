@@ -51,6 +51,8 @@ _FLEX = Implementation(FLEX, "cuda", FLOATS)
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "adamw": (_CUDA, _NUMBA, _TORCH),
     "frozen_adamw": (_CUDA, _NUMBA, _TORCH),
+    "lamb": (_CUDA, _NUMBA, _TORCH),
+    "lion": (_CUDA, _NUMBA, _TORCH),
     "sum": (_CUDA, _NUMBA, _TORCH),
     "signs": (_CUDA, _NUMBA, _TORCH),
     "quantised": (_CUDA, _NUMBA, _TORCH),

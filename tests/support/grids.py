@@ -78,6 +78,7 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
         "family": ["gpt", "llama", "fewer keys", "relative"],
         "attention": [*ATTENTION],
         "grows": [False, True],  # the first two steps have sequences of a third
+        "optimizer": ["adamw", "lamb", "lion", "muon"],
     }
 
 
@@ -150,7 +151,7 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
                 **train,
             }
         ),
-        optimizer=Optimizer(lr=3e-3, eps=1e-4),
+        optimizer=Optimizer(name=case.get("optimizer", "adamw"), lr=3e-3, eps=1e-4),
         **sequences(case, shape["seq_len"]),
         zero=Zero(**states),
         parallel=Parallel(**layout, schedule=case["schedule"], chunks=chunks),

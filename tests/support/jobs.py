@@ -99,6 +99,7 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
     data = ranks // (tensor * pipeline)
     shards = choice.choice(["all", "node", *(size for size in range(1, data) if data % size == 0)])
     zero = spec.zero.model_copy(update={"shard_ranks": shards})
-    spec = spec.model_copy(update={"zero": zero})
+    optimizer = Optimizer(name=choice.choice(["adamw", "adamw", "lion", "lamb", "muon"]))
+    spec = spec.model_copy(update={"zero": zero, "optimizer": optimizer})
     assert not contradictions(spec), contradictions(spec)
     return spec

@@ -46,6 +46,7 @@ ALLOWED = {
     | {"model.shapes", "model.families", "model.work", "model.attention_layouts"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
     | {"parallel.replicas.exchanged", "parallel.replicas.sizes", "parallel.zero.gather_sizes"}
+    | {"optim.matrices", "parallel.zero.matrix_places"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
     | {"parallel.pipeline.simulate"},
     "planner.cluster": {"errors", "env", "spec", "text", "planner.needs"},
@@ -54,6 +55,7 @@ ALLOWED = {
     "parallel.offload": {"model", "comm", "parallel", "spec", "text"}
     | {"hpczero_kernels", "errors", "device", "safe_files"},
     "optim": {"spec", "hpczero_kernels", "errors"},
+    "optim.matrices": {"spec", "model.shapes", "model.work"},
     "huggingface": {"errors", "safe_files", "spec", "text", "model.shapes", "model.families"}
     | {"checkpoint", "data", "model.attention_layouts"},
     "hdf5": {"errors", "safe_files"},
@@ -112,6 +114,8 @@ PURE = (
         "parallel.replicas.sizes",
         "parallel.replicas.turns",
         "parallel.zero.gather_sizes",
+        "parallel.zero.matrix_places",
+        "optim.matrices",
     ),
     *("parallel.pipeline.schedule", "parallel.pipeline.partition", "parallel.pipeline.simulate"),
 )

@@ -63,7 +63,9 @@ def requirements() -> set[str]:
 
 
 OTHER_MODELS = ("scripts/bench_memory.py", "scripts/bench_gpu.py")
-KERNELS = set(TABLE) - {"sum", "norm", "dropout"}  # words that are used for other things, too
+OPTIMIZERS = {"one_bit_adam", "lamb", "lion", "muon"}
+# without words that are used for other things, too
+KERNELS = set(TABLE) - {"sum", "norm", "dropout", "lamb", "lion"}
 KINDS = [
     *(
         Kind(
@@ -81,10 +83,12 @@ KINDS = [
         in_table=3,
         another_meaning={
             "hpczero/spec/optimizer.py": "the optimizer's name",
+            "hpczero/spec/rules_of_optimizers.py": "the optimizer's name",
             "hpczero/spec/model.py": "the name of an activation",
             "hpczero/huggingface/conversions.py": "the name of an activation",
         },
     ),
+    Kind("An optimizer", OPTIMIZERS),
     Kind("A family of models", FAMILIES),
     Kind("An axis of the grid", AXES, of_program=2),
     Kind("A schedule of pipelines", schedule.KINDS),

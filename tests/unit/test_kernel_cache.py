@@ -134,7 +134,7 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     dispatcher = pytest.importorskip("numba.core.registry").CPUDispatcher
     names = ["adamw", "dropout", "random", "cpu", "reduce"]
     names += ["glu", "rms_norm_cpu", "rotary", "soft_cap", "signs", "quantised"]
-    names += ["frozen_adamw", "block_sparse_cpu"]
+    names += ["frozen_adamw", "lamb", "lion", "block_sparse_cpu"]
     modules = [vars(importlib.import_module(f"hpczero_kernels.{name}")) for name in names]
     made = [
         value for module in modules for value in module.values() if isinstance(value, dispatcher)
@@ -147,7 +147,7 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     wanted = {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"}
     wanted |= {"_glu_forward", "_glu_backward", "_turn_rows", "_rms_forward", "_rms_backward"}
     wanted |= {"_cap_forward", "_cap_backward", "_pack_signs", "_average_signs"}
-    wanted |= {"_own_steps", "_take_steps"}
+    wanted |= {"_own_steps", "_take_steps", "_lamb_moments", "_lamb_step", "_lion"}
     wanted |= {"_softmax", "_differentiate", "_gather", "_scatter"}
     assert wanted | {"_quantise", "_average_integers"} == set(kept)
     assert all(sources.sources_hash() in base for base in kept.values()), kept

@@ -24,8 +24,9 @@ from hpczero.parallel.offload.state_file import StateFile
 from hpczero.parallel.offload.stream import Piece, Stream
 from hpczero.parallel.states import PIECE
 from hpczero.parallel.zero.data_axis import AbsentGradients
+from hpczero.parallel.zero.kernel_update import AdamWSpan, AdamWUpdate
 from hpczero.parallel.zero.unit import Unit
-from hpczero.parallel.zero.update import AdamWUpdate, Step, StepSpan
+from hpczero.parallel.zero.update import Step
 from hpczero.parallel.zero.weights import Weights
 from hpczero_kernels.adamw import AdamWBuffers
 
@@ -150,7 +151,7 @@ class OffloadedAdamW(AdamWUpdate):
 
     # -- what the thread does
 
-    def _step_behind(self, unit: Unit, spans: Sequence[StepSpan]) -> Mark:
+    def _step_behind(self, unit: Unit, spans: Sequence[AdamWSpan]) -> Mark:
         """Step a unit; return the point at which its new weights are there."""
         self.refuse_after_failure()
         try:
@@ -165,7 +166,7 @@ class OffloadedAdamW(AdamWUpdate):
         return self._outgoing.mark() if self._outgoing else Mark()
 
     def _step_stretch(
-        self, unit: Unit, elements: slice, spans: Sequence[StepSpan], gradient: Tensor
+        self, unit: Unit, elements: slice, spans: Sequence[AdamWSpan], gradient: Tensor
     ) -> None:
         master, moment1, moment2 = self._states_at_hand(unit, elements)
         made = self._outgoing.next_buffer() if self._outgoing else None

@@ -23,8 +23,9 @@ from hpczero.parallel.replicas.exchange import Errors
 from hpczero.parallel.replicas.turns import fragment_of_update, fragments_of
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
 from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
+from hpczero.parallel.zero.kernel_update import AdamWUpdate
 from hpczero.parallel.zero.unit import Unit
-from hpczero.parallel.zero.update import AdamWUpdate, Step, swap_with_master
+from hpczero.parallel.zero.update import Step, swap_with_master
 from hpczero.parallel.zero.weights import Weights
 
 JOINED, APART = "joined", "apart"  # names of numbers in a checkpoint

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from hpczero.parallel.replicas.unit_exchange import Exchanger, UnitExchange
 from hpczero.parallel.zero.data_axis import AbsentGradients, Replicas
+from hpczero.parallel.zero.kernel_update import FROZEN, AdamWUpdate
 from hpczero.parallel.zero.unit import Unit
-from hpczero.parallel.zero.update import FROZEN, AdamWUpdate, Step
+from hpczero.parallel.zero.update import Step
 from hpczero.parallel.zero.weights import Weights
 from hpczero_kernels.frozen_adamw import own_steps, take_steps
 

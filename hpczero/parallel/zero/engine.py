@@ -31,20 +31,30 @@ from hpczero.parallel.zero.averaged_weights import AveragedWeights
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.engine_settings import EngineSettings
 from hpczero.parallel.zero.gather import Gatherer
+from hpczero.parallel.zero.kernel_update import AdamWUpdate
+from hpczero.parallel.zero.lamb_update import LambUpdate
+from hpczero.parallel.zero.lion_update import LionUpdate
 from hpczero.parallel.zero.loss_scale import LossScale
+from hpczero.parallel.zero.muon_update import MuonUpdate
 from hpczero.parallel.zero.norm import GradientNorm
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import Reduction
 from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.parallel.zero.unit import Unit, take_gradient_slots
-from hpczero.parallel.zero.update import AdamWUpdate, Step, StepResult, Update
+from hpczero.parallel.zero.update import Step, StepResult, Update
 from hpczero.parallel.zero.update_plan import EMPTY
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
     StrayGradients,
     no_torch_overrides,
 )
-from hpczero.parallel.zero.weights import ModelParts
+from hpczero.parallel.zero.weights import ModelParts, Weights
+
+_UPDATES: dict[str, Callable[[Weights, AbsentGradients], Update]] = {
+    "lamb": LambUpdate,
+    "lion": LionUpdate,
+    "muon": MuonUpdate,
+}
 
 
 class Engine(AveragedWeights):
@@ -104,7 +114,7 @@ class Engine(AveragedWeights):
         if self.file or self.from_device:
             self.reduction.on_summed = self._summed
             return OffloadedAdamW(self, self.absent, self.file)
-        return AdamWUpdate(self, self.absent)
+        return _UPDATES.get(self.settings.optimizer.name, AdamWUpdate)(self, self.absent)
 
     @property
     def workers(self) -> int:

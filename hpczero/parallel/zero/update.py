@@ -3,33 +3,27 @@
 `start` comes when the first weights are there. A step is `begin`, then `step` for every unit, which
 may be carried out later: `complete` waits for it. What an update keeps of the owned elements
 besides the master weights are flat fp32 tensors (`states`); the rest is data (`facts`).
-`AdamWUpdate` is the kernel: the gradient's norm stays on the device, and where it is not finite the
-step changes nothing. `torch_update.TorchUpdate` is an optimizer of PyTorch,
-`offload.offloaded_adamw.OffloadedAdamW` the kernel on states that lie elsewhere.
+`kernel_update` and those named after an optimizer step by hpczero's kernels: the gradient's norm
+stays on the device, and where it is not finite the step changes nothing. `torch_update` has an
+optimizer of PyTorch, `offload.offloaded_adamw` the kernel on states that lie elsewhere.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpczero.device import Device
 from hpczero.errors import InputError
 from hpczero.parallel.zero.bad_gradients import BadGradient
 from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import AbsentGradients
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.weights import Weights
-from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_step
-from hpczero_kernels.dispatch import CUDA, choose
 
 _SWAPPED = 1 << 20  # elements that are exchanged at a time
-FACTS_OF_ADAMW = {"optimizer": "adamw"}
-FROZEN = "frozen"  # the update after which the second moment stayed as it was
-_SCALARS = {"lr", "betas", "eps"}  # options that are scalars of the kernel
 
 
 @dataclass(frozen=True)
@@ -222,129 +216,6 @@ class Update(ABC):
     def swap_average(self, unit: Unit) -> None:
         """Exchange the average and the master weights; the weights that this rank writes follow."""
         swap_with_master(unit, self.average[unit])
-
-
-@dataclass(frozen=True)
-class StepSpan:
-    """Consecutive owned elements of one parameter, stepped in one go."""
-
-    elements: slice  # of the unit's owned ones
-    state: AdamWBuffers
-    decay: float
-    name: str  # of the parameter
-
-
-class AdamWUpdate(Update):
-    """AdamW by hpczero's kernel.
-
-    Parameters with the same learning rate, betas, eps and count of updates share their scalars. In
-    hpczero's own models all do; only those of groups, or that have missed updates, have others.
-    """
-
-    def __init__(
-        self, weights: Weights, absent: AbsentGradients, device: Device | None = None
-    ) -> None:
-        """Take the first moments of all units, then the second ones.
-
-        So a checkpoint copies few long spans. `device`: that computes, if it is not the weights'.
-        """
-        super().__init__(weights, absent)
-        self._device = device or weights.device
-        self._pool = weights.pool
-        arena = weights.arena
-        self.moment1 = {unit: take_zeros(arena, "moments", unit) for unit in self.units}
-        self.moment2 = {unit: take_zeros(arena, "moments", unit) for unit in self.units}
-        options = self.settings.update.options.items()
-        self._in_groups = [name for name, of_group in options if _SCALARS & of_group.keys()]
-        # of the last step, with the parameters that it left out
-        self._spans: dict[Unit, tuple[frozenset[int], list[StepSpan]]] = {}
-        self._common: AdamWScalars  # of this step, as are the following
-        self._scalars: dict[str, AdamWScalars]  # of parameters that have others
-
-    def reads_on_host(self) -> bool:
-        return choose("adamw", self.units[0].master) != CUDA
-
-    def begin(self, step: Step) -> None:
-        optimizer = self.settings.optimizer
-        options = self.settings.update.options
-        missed = self.absent.missed
-        common = step.number, step.lr, optimizer.betas, optimizer.eps
-        made = {common: self._made(step, *common)}
-        self._common = made[common]
-        self._scalars = {}
-        for name in {*self._in_groups, *step.own_lr, *self.absent.behind()}:
-            of_group = options.get(name, {})
-            own = (
-                step.number - missed.get(name, 0),
-                self.rate(step, name),
-                tuple(of_group.get("betas", optimizer.betas)),
-                of_group.get("eps", optimizer.eps),
-            )
-            if own not in made:
-                made[own] = self._made(step, *own)
-            self._scalars[name] = made[own]
-
-    def _made(
-        self, step: Step, number: int, lr: float, betas: tuple[float, float], eps: float
-    ) -> AdamWScalars:
-        scalars = scalars_of_step(number, lr, betas, eps)
-        on_device = AdamWScalars(self._device.put(scalars.values))
-        on_device.follow(step.norm, self.settings.train.grad_clip, step.scale)
-        return on_device
-
-    def step(self, unit: Unit) -> None:
-        for span in self.spans_to_step(unit, self.absent.of(unit)):
-            self.step_span(span)
-
-    def step_span(self, span: StepSpan) -> None:
-        scalars = self._scalars.get(span.name, self._common)
-        adamw(span.state, span.decay, scalars, self._pool)
-
-    def spans_to_step(self, unit: Unit, absent: frozenset[int]) -> list[StepSpan]:
-        """Return the owned elements, without those of the `absent` parameters."""
-        left_out, spans = self._spans.get(unit, (None, []))
-        if left_out != absent:
-            spans = list(self._spans_of(unit, absent))
-            self._spans[unit] = absent, spans
-        return spans
-
-    def _spans_of(self, unit: Unit, absent: frozenset[int]) -> Iterator[StepSpan]:
-        names = {unit.layout.slots[index].parameter.name for index in absent}
-        for slot, part, weights in unit.owned_parts():
-            parameter = slot.parameter
-            if parameter.name in names:
-                continue
-            elements = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
-            state = AdamWBuffers(
-                unit.master[elements],
-                self.moment1[unit][elements],
-                self.moment2[unit][elements],
-                unit.gradient_to_step[elements],
-                weights,
-            )
-            decay = self.settings.optimizer.weight_decay if parameter.decays else 0.0
-            of_group = self.settings.update.options.get(parameter.name, {})
-            yield StepSpan(elements, state, of_group.get("weight_decay", decay), parameter.name)
-
-    def states(self, unit: Unit) -> dict[str, Tensor]:
-        moments = {"moment1": self.moment1[unit], "moment2": self.moment2[unit]}
-        return moments | super().states(unit)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the name alone: the engine has the counts of updates."""
-        return dict(FACTS_OF_ADAMW)
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        self.refuse_other("adamw", facts)
-
-    def take_numbers(self, numbers: Mapping[str, float], updates: int) -> None:
-        """Let a second moment that was frozen (1-bit Adam) count as one of all updates so far."""
-        _, beta2 = self.settings.optimizer.betas
-        frozen = int(numbers.get(FROZEN, 0))
-        if 0 < frozen < updates:
-            factor = (1.0 - beta2**updates) / (1.0 - beta2**frozen)
-            for moment in self.moment2.values():
-                moment.mul_(factor)
 
 
 def swap_with_master(unit: Unit, others: Tensor) -> None:

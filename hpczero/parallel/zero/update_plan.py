@@ -1,7 +1,7 @@
 """The plan of an update: which optimizer steps which parameters, with which options."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from hpczero.errors import InputError
 from hpczero.optim.elementwise import Kept, Make, TorchOptimizer, torch_optimizer
 from hpczero.optim.groups import options_by_name
-from hpczero.parallel.states import UpdateMemory
+from hpczero.parallel.states import ADAMW, UpdateMemory, memory_of
 from hpczero.spec.schema import Optimizer
 from hpczero.text import join_words
 
@@ -69,6 +69,7 @@ class UpdatePlan:
     average: float | None = None
     optimizer: TorchOptimizer | None = None
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    own: UpdateMemory = ADAMW  # the memory of hpczero's update
 
     @property
     def tensors(self) -> list[str]:
@@ -86,11 +87,16 @@ class UpdatePlan:
     def memory(self) -> UpdateMemory:
         averages = self.average is not None
         if self.optimizer is None:
-            return UpdateMemory(average=averages)
+            return replace(self.own, average=averages)
         return UpdateMemory(len(self.tensors), averages, by_torch=True)
 
 
 PLAIN_ADAMW = UpdatePlan()
+
+
+def own_update(spec: Optimizer) -> UpdatePlan:
+    """Return the plan of hpczero's own update of all parameters alike."""
+    return UpdatePlan(own=memory_of(spec))
 
 
 def plan_update(
@@ -109,7 +115,7 @@ def plan_update(
         _check_numbers(pattern, of_group)
     if wanted.optimizer is None:
         _refuse_unknown(wanted)
-        return UpdatePlan(options, average)
+        return UpdatePlan(options, average, own=memory_of(spec))
     _refuse_ignored(spec)
     optimizer = torch_optimizer(wanted.optimizer, wanted.optimizer_options)
     probed = {id(one): optimizer.probed(one, device) for one in options.values()}
@@ -171,6 +177,11 @@ def _refuse_unknown(wanted: UpdateWanted) -> None:
 def _refuse_ignored(spec: Optimizer) -> None:
     """Raise InputError for keys of the spec that an optimizer of PyTorch would not follow."""
     defaults = Optimizer()
+    if spec.name != defaults.name:
+        raise InputError(
+            f'optimizer.name = "{spec.name}" is an update of hpczero, and `optimizer` is another: '
+            "leave one of the two out"
+        )
     for key in _OF_CLASS:
         value = getattr(spec, key)
         if value != getattr(defaults, key):

@@ -4,7 +4,7 @@ It moves 28 bytes per element with a half-precision gradient and weights.
 """
 
 import torch
-from numba import float32, uint32, uint64
+from numba import float32, uint32
 
 from hpczero_kernels.cpu import (
     BETA1,
@@ -20,7 +20,7 @@ from hpczero_kernels.cpu import (
     SKIP,
     STEP_SIZE,
 )
-from hpczero_kernels.cuda.intrinsics import inner, load4, number_of, sqrt
+from hpczero_kernels.cuda.intrinsics import sqrt
 from hpczero_kernels.cuda.launch import (
     ADDRESS,
     CODE,
@@ -32,14 +32,17 @@ from hpczero_kernels.cuda.launch import (
     kernel,
 )
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, own_column, put, store, widen
-
-_NO_WEIGHTS = -1  # the weights' precision where there are none
-
-
-@inner
-def _scalar(scalars, number):
-    return number_of(load4(scalars, uint64(4 * number)))
+from hpczero_kernels.cuda.vectors import (
+    EIGHT,
+    NO_WEIGHTS,
+    fetch,
+    own_column,
+    put,
+    scalar,
+    store,
+    to_write,
+    widen,
+)
 
 
 @kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, CODE, ADDRESS, NUMBER, COUNT, CODE, CODE)
@@ -66,7 +69,7 @@ def step(
     fetch(w_words, master, FP32, index, left, is_aligned)
     s = cuda.local.array(SKIP, float32)
     for number in range(SKIP):
-        s[number] = _scalar(scalars, number)
+        s[number] = scalar(scalars, number)
     widen(g, words, gradient_precision)
     widen(m, m_words, FP32)
     widen(v, v_words, FP32)
@@ -75,7 +78,7 @@ def step(
         for i in range(EIGHT):
             words[i] = uint32(0)
         put(words, gradient, gradient_precision, index, left, is_aligned)
-    if _scalar(scalars, SKIP) != float32(0.0):
+    if scalar(scalars, SKIP) != float32(0.0):
         return
     keep = float32(1.0) - s[LR] * decay
     for i in range(EIGHT):
@@ -87,7 +90,7 @@ def step(
     store(m, moment1, FP32, index, left, is_aligned)
     store(v, moment2, FP32, index, left, is_aligned)
     store(w, master, FP32, index, left, is_aligned)
-    if weights_precision != _NO_WEIGHTS:
+    if weights_precision != NO_WEIGHTS:
         store(w, weights, weights_precision, index, left, is_aligned)
 
 
@@ -103,10 +106,9 @@ def adamw(
 ) -> None:
     """Carry out hpczero_kernels.adamw.adamw on a GPU; `scalars` are the values of AdamWScalars."""
     count = master.numel()
-    to_write = (0, _NO_WEIGHTS) if weights is None else (weights.data_ptr(), CODES[weights.dtype])
     step.launch(
         (blocks(count, THREADS * EIGHT), 1), THREADS,
         master.data_ptr(), moment1.data_ptr(), moment2.data_ptr(), gradient.data_ptr(),
-        CODES[gradient.dtype], *to_write, scalars.data_ptr(), decay, count,
+        CODES[gradient.dtype], *to_write(weights), scalars.data_ptr(), decay, count,
         aligned(master, moment1, moment2, gradient, weights), zero_gradient,
     )  # fmt: skip

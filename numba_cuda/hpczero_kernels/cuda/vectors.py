@@ -6,9 +6,10 @@ has one signature, so that caches cannot mix up two of them, and all threads tak
 Words are fetched before anything is computed, so that a thread's accesses are in flight together.
 """
 
+import torch
 from numba import float32, uint32, uint64
 
-from hpczero_kernels.cpu import BF16, FP32
+from hpczero_kernels.cpu import BF16, CODES, FP32
 from hpczero_kernels.cuda.intrinsics import (
     WARP,
     bits_of,
@@ -28,6 +29,7 @@ from hpczero_kernels.cuda.launch import THREADS, Size, blocks
 from hpczero_kernels.cuda.target import cuda
 
 EIGHT = 8
+NO_WEIGHTS = -1  # the precision of a tensor that is none
 
 
 @inner
@@ -129,6 +131,12 @@ def element(address, precision, index):
 
 
 @inner
+def scalar(scalars, number):
+    """Return a number of an fp32 tensor."""
+    return number_of(load4(scalars, uint64(4 * number)))
+
+
+@inner
 def put_element(address, precision, index, number):
     if precision == FP32:
         store4(address, index * uint64(4), bits_of(number))
@@ -171,6 +179,11 @@ def own_column():
     """Return the first of this thread's eight columns."""
     thread = uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)
     return thread * uint64(EIGHT)
+
+
+def to_write(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Return the address and the precision of a tensor that a kernel may write; NO_WEIGHTS."""
+    return (0, NO_WEIGHTS) if tensor is None else (tensor.data_ptr(), CODES[tensor.dtype])
 
 
 def threads_for(columns: int, most: int = THREADS) -> int:

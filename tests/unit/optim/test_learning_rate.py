@@ -38,7 +38,24 @@ def test_wsd_keeps_the_rate_then_decays():
     assert rates(10, name="wsd")[:9] == [1.0] * 9
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+def test_polynomial_is_what_is_left_to_a_power():
+    assert rates(5, name="polynomial", power=2.0) == pytest.approx([1, 9 / 16, 1 / 4, 1 / 16, 0])
+    assert rates(6, name="polynomial", warmup_steps=1) == rates(6, name="linear", warmup_steps=1)
+    assert rates(5, name="polynomial", power=0.5, min_lr=0.5)[3:] == pytest.approx([0.75, 0.5])
+
+
+def test_the_inverse_root_begins_at_the_end_of_the_warm_up():
+    values = rates(64, name="inverse_sqrt", warmup_steps=4)
+    assert values[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, (4 / 5) ** 0.5])
+    assert values[15] == pytest.approx(0.5)
+    assert values[63] == pytest.approx(0.25)
+    assert rates(64, name="inverse_sqrt", min_lr=0.3)[63] == 0.3
+    assert rates(4, name="inverse_sqrt")[3] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["constant", "linear", "cosine", "wsd", "polynomial", "inverse_sqrt"]
+)
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 2), (3, 2)])
 def test_tiny_runs_have_a_rate(name, steps, warmup):
     values = rates(steps, name=name, warmup_steps=warmup)

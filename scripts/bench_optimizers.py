@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Optimizers compared by what they learn: a small GPT on the standard library's text.
+
+    python scripts/bench_optimizers.py lamb     LAMB at 8 times the batch, after as many tokens
+    python scripts/bench_optimizers.py muon     steps in which Muon reaches AdamW's final loss
+
+Every contender has the same search: each rate of a geometric row on the first seed, wider where
+the best one is at an end of it; then all seeds at the best. Losses are those of the validation
+split, over the same windows. Runs are processes of one core, `--at-once` of them at a time: nothing
+here is timed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda")]
+
+from hpczero import safe_files  # noqa: E402
+
+_SPEC = """
+[model]
+layers = 4
+hidden = 128
+heads = 4
+seq_len = 128
+[train]
+precision = "fp32"
+eval_batches = 32
+[schedule]
+name = "linear"
+[checkpoint]
+every = -1
+"""
+_STEP = 2.0  # between two rates
+_MOST = 3  # rates that a row grows by
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer, its batch and steps, and the rates to begin with."""
+
+    name: str
+    optimizer: str
+    batch: int
+    steps: int
+    rates: tuple[float, ...]
+    more: tuple[str, ...] = ()
+
+
+def contenders(what: str, small: int, steps: int) -> list[Contender]:
+    large, fewer = 8 * small, steps // 8
+    if what == "lamb":
+        return [
+            Contender("AdamW, small batch", "adamw", small, steps, (1e-3, 2e-3, 4e-3)),
+            Contender("AdamW, 8 times the batch", "adamw", large, fewer, (2e-3, 4e-3, 8e-3)),
+            Contender("LAMB, 8 times the batch", "lamb", large, fewer, (2e-2, 4e-2, 8e-2)),
+        ]
+    return [
+        Contender("AdamW", "adamw", small, steps, (1e-3, 2e-3, 4e-3)),
+        Contender("Muon", "muon", small, steps, (2e-3, 4e-3, 8e-3)),
+    ]
+
+
+class Trials:
+    """Runs in a folder, some at once; what has run is not run again."""
+
+    def __init__(self, folder: Path, at_once: int) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(at_once)
+        (folder / "spec.toml").exists() or safe_files.write_text(folder / "spec.toml", _SPEC)
+
+    def curves(self, wanted: Sequence[tuple[Contender, float, int]]) -> list[dict[int, float]]:
+        """Return step -> validation loss of contenders at rates, with seeds."""
+        return list(self._pool.map(lambda one: self._curve(*one), wanted))
+
+    def _curve(self, contender: Contender, rate: float, seed: int) -> dict[int, float]:
+        name = f"{contender.optimizer}-{contender.batch}-{rate:g}-{seed}"
+        settings = {
+            "name": json.dumps(name),
+            "seed": seed,
+            "train.steps": contender.steps,
+            "train.global_batch": contender.batch,
+            "train.micro_batch": min(16, contender.batch),
+            "train.eval_every": max(1, contender.steps // 60),
+            "train.eval_batches": max(1, 512 // contender.batch),
+            "schedule.warmup_steps": max(1, contender.steps // 10),
+            "optimizer.name": json.dumps(contender.optimizer),
+            "optimizer.lr": rate,
+        }
+        metrics = self._folder / "runs" / name / "metrics.jsonl"
+        if not (metrics.parent / "summary.json").exists():
+            words = [
+                word for key, value in settings.items() for word in ("--set", f"{key}={value}")
+            ]
+            path = os.pathsep.join(sys.path[:2])
+            done = subprocess.run(
+                [sys.executable, "-m", "hpczero", "run", "spec.toml", "--fresh", *words],
+                cwd=self._folder,
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                sys.exit(f"{name}: {done.stdout}{done.stderr}")
+        lines = map(json.loads, metrics.read_text().splitlines())
+        return {
+            line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line
+        }
+
+
+def best_rate(trials: Trials, contender: Contender, seed: int) -> tuple[float, dict[float, float]]:
+    """Return the rate with the lowest final loss, and the loss of each that was tried."""
+    rates, found = list(contender.rates), dict[float, float]()
+    for _ in range(1 + _MOST):
+        new = [rate for rate in rates if rate not in found]
+        curves = trials.curves([(contender, rate, seed) for rate in new])
+        found |= {rate: final(curve) for rate, curve in zip(new, curves, strict=True)}
+        best = min(found, key=found.__getitem__)
+        if best == min(found):
+            rates = [best / _STEP]
+        elif best == max(found):
+            rates = [best * _STEP]
+        else:
+            break
+    return best, dict(sorted(found.items()))
+
+
+def final(curve: Mapping[int, float]) -> float:
+    return curve[max(curve)]
+
+
+def reached(curve: Mapping[int, float], loss: float) -> int | None:
+    """Return the first step with a loss as low as this."""
+    return next((step for step, one in sorted(curve.items()) if one <= loss), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["lamb", "muon"])
+    parser.add_argument("--batch", type=int, default=16, help="the small one, in sequences")
+    parser.add_argument("--steps", type=int, default=800, help="with the small batch")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--folder", type=Path, help="keeps the runs (default: a temporary one)")
+    options = parser.parse_args()
+    folder = options.folder or safe_files.temporary_folder(Path("/tmp"), "hpczero-bench-")
+    safe_files.make_folders(folder)
+    try:
+        bench(options, Trials(folder, options.at_once))
+    finally:
+        if not options.folder:
+            safe_files.remove_tree(folder)
+
+
+def bench(options: argparse.Namespace, trials: Trials) -> None:
+    seeds = range(1, options.seeds + 1)
+    curves: dict[str, list[dict[int, float]]] = {}
+    for contender in contenders(options.what, options.batch, options.steps):
+        rate, tried = best_rate(trials, contender, seeds[0])
+        row = ", ".join(f"{one:g}: {loss:.4f}" for one, loss in tried.items())
+        print(f"{contender.name}: final loss by rate: {row}", flush=True)
+        found = trials.curves([(contender, rate, seed) for seed in seeds])
+        curves[contender.name] = found
+        finals = [final(curve) for curve in found]
+        print(
+            f"{contender.name}: rate {rate:g}, {contender.steps} steps of {contender.batch}: "
+            f"{mean(finals):.4f} ({', '.join(f'{one:.4f}' for one in finals)})",
+            flush=True,
+        )
+        steps = sorted(found[0])
+        points = [steps[len(steps) * part // 8] for part in range(1, 8)] + [steps[-1]]
+        print("    " + ", ".join(f"{s}: {mean(c[s] for c in found):.3f}" for s in points))
+    first = mean(final(curve) for curve in next(iter(curves.values())))
+    for name, found in list(curves.items())[1:]:
+        print(f"{name}: {mean(map(final, found)) / first:.4f} of {next(iter(curves))}")
+    if options.what == "muon":
+        adamw, muon = curves.values()
+        for seed, one, other in zip(seeds, adamw, muon, strict=True):
+            at = reached(other, final(one))
+            print(f"seed {seed}: Muon has AdamW's final loss after {at} of {options.steps} steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A run by LAMB, Lion or Muon goes on in another layout, with the optimizer's states."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import hpczero, launch, mpirun
+from tests.support.runs import lines_of
+
+pytest.importorskip("torch", reason="training needs torch")
+pytest.importorskip("mpi4py", reason="training needs mpi4py")
+
+SPEC = """
+[model]
+layers = 2
+hidden = 24
+heads = 3
+seq_len = 17
+[data]
+source = "synthetic"
+[train]
+steps = 7
+global_batch = 7
+micro_batch = 2
+precision = "fp32"
+eval_batches = 0
+log_every = 1
+[schedule]
+name = "constant"
+[checkpoint]
+every = 4
+"""
+RATES = {"lamb": "0.02", "lion": "0.001", "muon": "0.01"}
+LAYOUTS = [
+    (2, ("parallel.tensor=2", "zero.stage=0")),
+    (3, ("zero.stage=3", "zero.node_shared=false")),
+    (4, ("parallel.tensor=2", "parallel.pipeline=2")),
+]
+
+
+def run(folder: Path, ranks: int, name: str, *settings: str) -> list[float]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    command = [*mpirun(ranks), *hpczero("run", "spec.toml", "--set", f"name={name}", *words)]
+    ended = launch(command, 300, folder)
+    assert ended.code == 0, ended
+    lines = lines_of(folder / "runs" / name / "metrics.jsonl")
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_steps_after_a_resume_are_those_without_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / "spec.toml").write_text(SPEC)
+    optimizer = (f"optimizer.name={name}", f"optimizer.lr={RATES[name]}")
+    whole = run(tmp_path, 1, "whole", *optimizer)
+    (first, before), (second, after), (third, last) = LAYOUTS
+    run(tmp_path, first, "parts", *optimizer, *before, "train.steps=4")
+    run(tmp_path, second, "parts", *optimizer, *after, "train.steps=6")
+    parts = run(tmp_path, third, "parts", *optimizer, *last)
+    assert parts == pytest.approx(whole, rel=2e-5)
+    assert whole[4:] != pytest.approx(whole[:3], rel=1e-3)
+
+
+def test_another_optimizer_s_states_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "spec.toml").write_text(SPEC)
+    run(tmp_path, 1, "one", "train.steps=4")
+    command = hpczero("run", "spec.toml", "--set", "name=one", "--set", "optimizer.name=lion")
+    ended = launch(command, 300, tmp_path)
+    assert ended.code == 2, ended
+    assert "has the states of another optimizer (moment1, moment2; here moment1)" in ended.err
