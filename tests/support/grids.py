@@ -238,7 +238,10 @@ def assert_agrees(found: Record, serial: Serial, world: World, spec: Spec) -> No
         return
     expected = serial(world, spec)
     if spec.train.precision == "fp32":
-        assert_same(expected, found, steady(expected, spec))
+        kept = steady(expected, spec)
+        if spec.optimizer.name == "lion":
+            kept = unturned(expected, found, spec, kept)
+        assert_same(expected, found, kept)
         return
     one_rounding = torch.finfo(DTYPES[spec.train.precision]).eps
     exact = serial(world, in_fp32(spec)).gradients
@@ -296,6 +299,26 @@ def steady(serial: Record, spec: Spec) -> dict[str, torch.Tensor] | None:
     )
     assert left_out < 0.01
     return found
+
+
+def unturned(
+    serial: Record, found: Record, spec: Spec, kept: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Leave out weights whose step by Lion had the other sign: their momentum was nearly zero.
+
+    They are a whole step apart, or several: the bias of keys, which changes no softmax, so that
+    its gradient is rounding alone, and of the others hardly any.
+    """
+    same = {
+        name: (weights - found.weights[name]).abs() < spec.optimizer.lr / 4
+        for name, weights in serial.weights.items()
+    }
+    others = {
+        name: mask for name, mask in same.items() if not name.endswith((".qkv.bias", ".key.bias"))
+    }
+    turned = sum(int((~mask).sum()) for mask in others.values())
+    assert turned <= 1e-4 * sum(mask.numel() for mask in others.values()), turned
+    return {name: mask & kept[name] if kept else mask for name, mask in same.items()}
 
 
 def assert_all_ranks_say(world: World, found: Record) -> None:
