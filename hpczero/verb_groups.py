@@ -22,11 +22,13 @@ _TENSORS = argument(
 )
 _TOKEN_FILE = argument("path", "the token file, or tokens of Megatron-LM, datatrove or numpy")
 _TEXTS = argument(
-    "paths PATH", "files, folders or globs; .txt .md .py .jsonl, also as .gz", nargs="+"
+    "paths PATH",
+    "files, folders or globs; .txt .md .py .jsonl, also as .gz or .zst; .parquet .arrow",
+    nargs="+",
 )
 _FIELD = argument(
     "--field NAME",
-    'the field of a .jsonl line that holds the text (default: "text")',
+    'the field of a .jsonl line, or column of a table, that holds the text (default: "text")',
     default="text",
 )
 _END_OF_DOCUMENT = argument("--end-of-document TOKEN", "the token after each document")

@@ -53,7 +53,6 @@ class Contender:
     batch: int
     steps: int
     rates: tuple[float, ...]
-    more: tuple[str, ...] = ()
 
 
 def contenders(what: str, small: int, steps: int) -> list[Contender]:

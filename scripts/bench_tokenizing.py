@@ -9,8 +9,8 @@ The text of FOLDER is repeated, each copy with words of its own, until there is 
 package reads the same files and encodes them in batches of the same size on all cores; it writes
 nothing. In a round each is a process of its own: ours, bare, ours again, bare again (which show the
 noise). Times are whole processes with their workers; peaks are the most memory of all of them
-(shared pages counted once), looked at ten times a second. With --tables a document is a file of
-FOLDER, and the bare package reads the same text as files without compression.
+(shared pages counted once), looked at ten times a second. With --tables a document is a part of
+a file of FOLDER, and the bare package reads the same text as files without compression.
 """
 
 import argparse

@@ -294,7 +294,10 @@ def supply_of(spec: Spec, must_be_here: bool = False) -> list[str]:
     InputError: the run would refuse what is there.
     """
     supply = None if spec.batch.command else count_tokens(spec, must_be_here)
-    return supply.in_lines(spec.data.source) if supply else []
+    if supply is None:
+        return []
+    key = "data.sources" if spec.data.sources else "data.source"
+    return [f"{key} = {line}" for line in supply.in_lines(spec.data.source)]
 
 
 def print_notes(spec: Spec, job: BatchJob, supply: list[str]) -> None:
@@ -305,7 +308,7 @@ def print_notes(spec: Spec, job: BatchJob, supply: list[str]) -> None:
     for line in [*time.in_lines(), *time.warnings()] if time else []:
         print(f"hpczero: {line}", file=sys.stderr)
     for line in supply:
-        print(f"hpczero: data.source = {line}", file=sys.stderr)
+        print(f"hpczero: {line}", file=sys.stderr)
     for line in site_profile.unusable():
         print(f"hpczero: {line}", file=sys.stderr)
 

@@ -142,7 +142,7 @@ def _spec_of(checkpoint: Checkpoint, options: argparse.Namespace) -> Spec:
 
 def _open_texts(world: World, checkpoint: Checkpoint, spec: Spec, paths: list[str]) -> list[_Text]:
     """Open files of tokens, or those of the run; refuse another vocabulary's. Collective."""
-    sources = paths or [one.path for one in spec.data.sources] or [spec.data.source]
+    sources = paths or spec.data.paths
     if "synthetic" in sources:
         raise InputError("random tokens (data.source = \"synthetic\") say nothing of a model: "
                          "name token files")  # fmt: skip

@@ -108,13 +108,6 @@ class Course:
             return self.first
         return self._legs[-1].end(self.limits)
 
-    def legs(self) -> list[tuple[int, list[int]]]:
-        """Return from which sample on which sources take part."""
-        return [
-            (leg.first, [number for number, share in enumerate(leg.shares) if share])
-            for leg in self._legs
-        ]
-
     def counts_at(self, sample: int) -> list[int]:
         """Return the samples of each source before a sample."""
         return self._leg_of(sample).counts_at(sample)

@@ -18,7 +18,7 @@ from multiprocessing import get_context, parent_process
 
 from hpczero import env
 from hpczero.data.corpus import InputPart, Record
-from hpczero.data.sections import text_of_piece, texts_of_line, texts_of_row
+from hpczero.data.sections import texts_of
 from hpczero.data.tokenizer import Tokenizer, Tokens, from_files
 from hpczero.errors import HpczeroError
 
@@ -40,8 +40,8 @@ def encode(records: Records, encoding: Tokenizer, field: str) -> list[Encoded]:
     found: list[tuple[int, bool, str]] = []  # sections, damaged, problem
     for record in records:
         before = len(texts)
-        damaged, problem = False, record.problem if record else ""
-        if record and not problem:
+        damaged, problem = False, ""
+        if record:
             try:
                 more, damaged = texts_of(record, field)
                 texts += more
@@ -53,20 +53,6 @@ def encode(records: Records, encoding: Tokenizer, field: str) -> list[Encoded]:
         Encoded([next(encoded) for _ in range(count)], damaged, problem)
         for count, damaged, problem in found
     ]
-
-
-def texts_of(record: Record, field: str) -> tuple[list[str], bool]:
-    """Return the record's sections, and True if bytes of it were no text.
-
-    ValueError says what is wrong with the record.
-    """
-    if record.form == "row":
-        return texts_of_row(record.content), False
-    assert record.content is not None, record
-    if record.form == "line":
-        return texts_of_line(record.content, field)
-    text, damaged = text_of_piece(record.content, record.is_first)
-    return [text], damaged
 
 
 def encoded(

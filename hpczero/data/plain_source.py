@@ -14,7 +14,7 @@ from hpczero.spec.schema import Spec
 
 
 class PlainSource:
-    """A `dataset.TokenSource` of packed or masked documents."""
+    """A `token_source.TokenSource` of packed or masked documents."""
 
     def __init__(
         self, tokens: PlainTokens, seq_len: int, vocabulary: int, documents: str = "packed"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from hpczero.data.corpus import Record
 from hpczero.text import printable
 
 LONG_DOCUMENT = 256 * 1024
@@ -99,3 +100,19 @@ def _texts(content: bytes) -> list[str]:
 
 def _place_in(error: UnicodeDecodeError) -> str:
     return f"byte {error.start + 1:,} is 0x{error.object[error.start]:02x}"
+
+
+def texts_of(record: Record, field: str) -> tuple[list[str], bool]:
+    """Return the record's sections, and True if bytes of it were no text.
+
+    ValueError says what is wrong with the record.
+    """
+    if record.problem:
+        raise ValueError(record.problem)
+    if record.form == "row":
+        return texts_of_row(record.content), False
+    assert record.content is not None, record
+    if record.form == "line":
+        return texts_of_line(record.content, field)
+    text, damaged = text_of_piece(record.content, record.is_first)
+    return [text], damaged

@@ -41,7 +41,7 @@ class Supply:
         if not self.sources:
             return [f"{toml_repr(name)}: {self.in_words()}"]
         lines = [f"{toml_repr(name)}: {one.in_words()}" for name, one in self.sources.items()]
-        return [*lines, self.problem] if self.problem else lines
+        return [*lines, f"all of these: {self.problem}"] if self.problem else lines
 
     def in_words(self) -> str:
         if self.problem or not self.epochs:

@@ -20,7 +20,8 @@ def rows(source: Input, start: Place, field: str) -> Iterator[Record]:
     arrow = library("pyarrow")
     reached = start.number
     try:
-        for column, total in _columns(source, start.number, field):
+        find = _of_parquet if kind(source.path) == ".parquet" else _of_arrow
+        for column, read in find(source, start.number, field):
             values = column.cast(arrow.large_binary()).to_pylist()
             for value in values:
                 reached += 1
@@ -28,20 +29,17 @@ def rows(source: Input, start: Place, field: str) -> Iterator[Record]:
                 if value is not None and len(value) > MOST_BYTES:
                     problem = f"the value has {len(value):,} bytes, and a record {MOST_BYTES:,}"
                     value = b""
-                read = source.size * reached // max(total, reached)
                 yield Record("row", value, Place(reached, reached), read, problem=problem)
     except arrow.ArrowException as error:
         why = printable(str(error), 200)
         raise HpczeroError(f"{source.path} cannot be read past row {reached:,}: {why}") from error
 
 
-def _columns(source: Input, start: int, field: str) -> Iterator[tuple[Any, int]]:
-    """Yield arrays of the column's values from a row on, and the number of rows of the file."""
-    find = _of_parquet if kind(source.path) == ".parquet" else _of_arrow
-    yield from find(source, start, field)
-
-
 def _of_parquet(source: Input, start: int, field: str) -> Iterator[tuple[Any, int]]:
+    """Yield arrays of the column's values from a row on, and the bytes of the file read by then.
+
+    The bytes are the share that the rows are of all.
+    """
     parquet = importlib.import_module("pyarrow.parquet")
     with parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_BUFFER) as file:
         _check(source, file.schema_arrow, field)
@@ -53,13 +51,16 @@ def _of_parquet(source: Input, start: int, field: str) -> Iterator[tuple[Any, in
             before += here
             if skipped == here:
                 continue
+            done = before - here
             for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
                 left = batch.column(0).slice(skipped)
                 skipped -= len(batch) - len(left)
-                yield left, total
+                done += len(batch)
+                yield left, source.size * done // max(1, total)
 
 
 def _of_arrow(source: Input, start: int, field: str) -> Iterator[tuple[Any, int]]:
+    """Yield arrays of the column's values from a row on, and the bytes of the file read by then."""
     arrow = library("pyarrow")
     ipc = importlib.import_module("pyarrow.ipc")
     with arrow.OSFile(str(source.path)) as file:
@@ -74,7 +75,7 @@ def _of_arrow(source: Input, start: int, field: str) -> Iterator[tuple[Any, int]
             left = column.slice(min(skipped, len(column)))
             skipped -= len(column) - len(left)
             for first in range(0, len(left), _ROWS):
-                yield left.slice(first, _ROWS), 0
+                yield left.slice(first, _ROWS), min(file.tell(), source.size)
 
 
 def _check(source: Input, schema: Any, field: str) -> None:

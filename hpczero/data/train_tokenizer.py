@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Iterator
 
 from hpczero.data.corpus import Corpus, Place
-from hpczero.data.encoders import texts_of
 from hpczero.data.records import records
+from hpczero.data.sections import texts_of
 from hpczero.data.tokenizer import library
 from hpczero.errors import HpczeroError, InputError
 

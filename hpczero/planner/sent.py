@@ -88,7 +88,8 @@ def together(
 ) -> Iterator[RepeatedRanks]:
     """Yield the sums of two accounts of the same ranks.
 
-    Of one of them, a run of the other has the same operations for all of its ranks.
+    Where `more` has the same operations for all ranks of each run of `some`, runs stay; else ranks
+    come one by one.
     """
     one, other = list(some), list(more)
     if len(one) == len(other) and all(

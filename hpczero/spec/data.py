@@ -50,3 +50,8 @@ class Data(Table):
         "into another document; padded: a sequence is one document, or a piece of it",
     )
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
+
+    @property
+    def paths(self) -> list[str]:
+        """What data.source is, or the sources of the mixture."""
+        return [source.path for source in self.sources] or [self.source]

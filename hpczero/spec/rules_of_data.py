@@ -8,7 +8,6 @@ from hpczero.text import join_words, toml_repr
 
 
 def _sources(spec: Spec) -> Iterator[Contradiction]:
-    train = spec.train
     data = spec.data
     if data.sources and data.source != type(data)().source:
         yield Contradiction(
@@ -23,7 +22,11 @@ def _sources(spec: Spec) -> Iterator[Contradiction]:
             f"data.sources has {join_words([toml_repr(path) for path in twice])} more than once: "
             "give it one weight",
         )
-    if train.eval_batches and data.source == "stdlib" and data.validation_fraction == 0:
+
+
+def _validation(spec: Spec) -> Iterator[Contradiction]:
+    train, data = spec.train, spec.data
+    if train.eval_batches and "stdlib" in data.paths and data.validation_fraction == 0:
         yield Contradiction(
             ("data.validation_fraction", "train.eval_batches"),
             "data.validation_fraction = 0 leaves no text for "
@@ -31,4 +34,4 @@ def _sources(spec: Spec) -> Iterator[Contradiction]:
         )
 
 
-RULES = (_sources,)
+RULES = (_sources, _validation)

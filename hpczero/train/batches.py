@@ -65,7 +65,7 @@ class Batches:
 
     def _of_step(self, step: int) -> list[MicroBatch]:
         first = step * self.spec.train.global_batch
-        return [self._read(self.source, "train", first, part, step) for part in self.parts()]
+        return [self._read("train", first, part, step) for part in self.parts()]
 
     def evaluations(self) -> list["Batches"]:
         """Return the evaluations of each source of a mixture, or of the only source."""
@@ -88,17 +88,13 @@ class Batches:
             range(part.start, max(part.start, min(part.stop, windows - first)))
             for part in self.parts()
         ]
-        return [
-            replace(self._read(self.source, "validation", first, part, 0), by_sample=True)
-            for part in parts
-        ]
+        return [replace(self._read("validation", first, part, 0), by_sample=True) for part in parts]
 
-    def _read(
-        self, source: TokenSource, split: str, first: int, positions: range, step: int
-    ) -> MicroBatch:
+    def _read(self, split: str, first: int, positions: range, step: int) -> MicroBatch:
         """Read these positions of the global batch whose first sample is `first`."""
         rows = np.empty((len(positions), self.spec.seq_len + 1), np.int64)
         here = range(first + positions.start, first + positions.stop)
+        source = self.source
         windows = source.chosen(split, self.spec.seed, here)
         cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
         text = torch.from_numpy(rows)

@@ -18,8 +18,9 @@ from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.errors import InputError
 from hpczero.parallel.replicas.local_steps import APART, JOINED
 from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.kernel_update import KernelUpdate
 from hpczero.parallel.zero.unit import Unit
-from hpczero.text import first_few
+from hpczero.text import first_few, join_words, printable
 from hpczero.train.saved_states import KEPT, common_states, replicas_in, slot_of_replica
 
 AVERAGE = "optimizer/average"  # the slot of a moving average of the weights
@@ -110,6 +111,15 @@ class _Reader:
         A moving average may be there or not: it begins with the weights, or ends.
         """
         update, first = self._update, self._engine.units[0]
+        table = self._checkpoint.content.spec.get("optimizer")
+        there_by = str(table.get("name", "adamw")) if isinstance(table, dict) else "adamw"
+        if isinstance(update, KernelUpdate) and there_by not in update.continues:
+            known = join_words(sorted(update.continues), "or")
+            raise InputError(
+                f"{self._checkpoint.folder} has the states of another optimizer "
+                f"({printable(there_by, 40)}, and {update.name} goes on with those of {known}): take that one, or begin another "
+                "run with these weights alone (weights_only)"
+            )
         here = {slot.removeprefix(KEPT) for slot in common_states(self._engine, first)}
         here |= update.own_states(first).keys() | update.dealt_states(first).keys()
         there = {slot.rpartition("/")[2] for slot in self._number}

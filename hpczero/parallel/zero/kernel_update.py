@@ -30,17 +30,18 @@ class StepSpan(Generic[Buffers]):
     state: Buffers
     decay: float
     name: str  # of the parameter
-    adapts: bool  # a matrix: it decays, and has a step of its own length where there are such
 
 
 class KernelUpdate(Update, Generic[Buffers]):
-    """An update by a kernel, `name`.
+    """The update `name`, by a kernel.
 
+    `continues`: the updates of which it goes on with the states.
     Parameters with the same learning rate, betas, eps and count of updates share their scalars. In
     hpczero's own models all do; only those of groups, or that have missed updates, have others.
     """
 
     name: str
+    continues: frozenset[str]
 
     def __init__(
         self, weights: Weights, absent: AbsentGradients, device: Device | None = None
@@ -129,7 +130,6 @@ class KernelUpdate(Update, Generic[Buffers]):
                 self.buffers(unit, elements, weights),
                 of_group.get("weight_decay", decay),
                 parameter.name,
-                parameter.decays,
             )
 
     def facts(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class KernelUpdate(Update, Generic[Buffers]):
         return {"optimizer": self.name}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        self.refuse_other(self.name, facts)
+        self.refuse_others(self.continues, facts["optimizer"])
 
 
 AdamWSpan = StepSpan[AdamWBuffers]
@@ -145,6 +145,7 @@ AdamWSpan = StepSpan[AdamWBuffers]
 
 class AdamWUpdate(KernelUpdate[AdamWBuffers]):
     name = "adamw"
+    continues = frozenset({"adamw", "lamb", "one_bit_adam"})
 
     def __init__(
         self, weights: Weights, absent: AbsentGradients, device: Device | None = None

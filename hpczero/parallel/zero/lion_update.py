@@ -11,6 +11,7 @@ from hpczero_kernels.lion import LionBuffers, lion
 
 class LionUpdate(KernelUpdate[LionBuffers]):
     name = "lion"
+    continues = frozenset({"lion"})
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
         super().__init__(weights, absent)

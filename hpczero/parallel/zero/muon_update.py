@@ -41,6 +41,8 @@ def orthogonalised(stack: Tensor) -> Tensor:
 
 class MuonUpdate(AdamWUpdate):
     name = "muon"
+    # not the other way: the second moment of matrices stays 0
+    continues = frozenset({"muon", "adamw", "lamb"})
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
         super().__init__(weights, absent)

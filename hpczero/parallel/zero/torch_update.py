@@ -175,7 +175,7 @@ class TorchUpdate(Update):
         return {"optimizer": self._optimizer.name, "kept": kept}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        self.refuse_other(self._optimizer.name, facts)
+        self.refuse_others({self._optimizer.name}, facts["optimizer"])
         for unit, optimizer in self._optimizers.items():
             for part, group in zip(self._parts[unit], optimizer.param_groups, strict=True):
                 optimizer.state.pop(part.parameter, None)

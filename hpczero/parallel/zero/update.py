@@ -9,7 +9,7 @@ optimizer of PyTorch, `offload.offloaded_adamw` the kernel on states that lie el
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import AbsentGradients
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.weights import Weights
+from hpczero.text import join_words
 
 _SWAPPED = 1 << 20  # elements that are exchanged at a time
 
@@ -170,11 +171,12 @@ class Update(ABC):
     def close(self) -> None:  # noqa: B027
         """End its threads."""
 
-    def refuse_other(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Raise InputError if the facts are another optimizer's."""
-        if facts["optimizer"] != name:
+    def refuse_others(self, known: Collection[str], name: str) -> None:
+        """Raise InputError unless an optimizer whose states these are is known."""
+        if name not in known:
             raise InputError(
-                f"these are states of another optimizer: of {facts['optimizer']}, not of {name}"
+                f"these are states of another optimizer: of {name}, not of "
+                f"{join_words(sorted(known), 'or')}"
             )
 
     def rate(self, step: Step, name: str) -> float:

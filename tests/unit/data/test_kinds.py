@@ -8,10 +8,11 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.data.build import build_token_file
-from hpczero.data.corpus import find
+from hpczero.data.corpus import Place, find
 from hpczero.data.dataset import SilentListener
 from hpczero.data.encode import Effort
 from hpczero.data.journal import Recipe
+from hpczero.data.records import records
 from hpczero.data.token_file import open_token_file
 
 DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + [
@@ -153,3 +154,44 @@ def test_tables_and_frames_make_the_same_tokens_as_lines(tmp_path: Path) -> None
             file.write_table(again, max_chunksize=70)
     for path in sorted(tmp_path.iterdir()):
         assert built(tmp_path, str(path)) == expected, path
+
+
+def test_progress_of_tables_goes_from_the_first_row_to_the_last(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow")
+    texts = [f"{number} " * 2000 for number in range(2000)]
+    table = pa.table({"text": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=500)
+    with pa.ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=100)
+    for name in ("a.parquet", "b.arrow"):
+        [given] = find([str(tmp_path / name)]).inputs
+        read = [record.read for record in records(given, Place(), "text")]
+        assert len(read) == 2000
+        assert read == sorted(read)
+        assert read[0] < given.size / 3
+        assert read[-1] >= 0.99 * given.size
+        assert len(set(read)) >= 4
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_tokenizer_is_not_trained_on_a_part_of_a_record_that_is_too_long(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow")
+    pytest.importorskip("tokenizers", reason="a tokenizer is trained by tokenizers")
+    for module in ("tables", "records"):
+        monkeypatch.setattr(f"hpczero.data.{module}.MOST_BYTES", 1000)
+    texts = ["short", "x" * 2000]
+    if name == "a.parquet":
+        parquet.write_table(pa.table({"text": texts}), tmp_path / name)
+    else:
+        written = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / name).write_text(written)
+    words = ["data", "tokenizer", "train", "-o", str(tmp_path / "t.json"), "--vocabulary", "300"]
+    assert main([*words, str(tmp_path / name)]) == 2
+    assert f"{name}:2: the {'value' if name == 'a.parquet' else 'line'} has 2," in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "t.json").exists()
