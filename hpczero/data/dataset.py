@@ -27,9 +27,8 @@ from hpczero.data.mixture import mixture_of
 from hpczero.data.plain_formats import is_plain
 from hpczero.data.plain_source import open_plain_source
 from hpczero.data.raw_files import writing
-from hpczero.data.samples import chosen
 from hpczero.data.token_file import TokenFile, open_token_file
-from hpczero.data.token_source import Part, TokenSource
+from hpczero.data.token_source import TokenSource
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, temporary_folder
@@ -122,7 +121,7 @@ def refuse_unfit(file: TokenFile, spec: Spec) -> None:
         )
 
 
-class FileSource:
+class FileSource(TokenSource):
     """The windows of a token file, and the documents in them (`data.documents`)."""
 
     def __init__(self, file: TokenFile, seq_len: int, documents: str = "packed") -> None:
@@ -176,14 +175,8 @@ class FileSource:
     def describe(self) -> dict[str, Any]:
         return self._file.describe()
 
-    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
-        return chosen(seed, self.windows(split), samples)
 
-    def parts(self) -> list[Part]:
-        return [Part("", 1.0, self)]
-
-
-class SyntheticSource:
+class SyntheticSource(TokenSource):
     """Uniformly random tokens, each a hash of (seed, split, position).
 
     It needs no file; no model reaches a loss below ln(vocab).
@@ -226,12 +219,6 @@ class SyntheticSource:
             "documents": dict.fromkeys(tokens, 1),
             "fingerprint": f"synthetic-{self._seed}-{self.vocabulary}",
         }
-
-    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
-        return chosen(seed, self.windows(split), samples)
-
-    def parts(self) -> list[Part]:
-        return [Part("", 1.0, self)]
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Several sources as one: its samples are shared out among them by their weights.
 
-The source that is furthest behind its share is next (`course`); which of its windows that is, is a
-hash, as with a single source. One that has been read `epochs` times takes no part any more.
+The source that is furthest behind its share is next (`source_order`); which of its windows that
+is, is a hash, as with a single source. One that has been read `epochs` times takes no part any
+more.
 """
 
 import json
@@ -15,10 +16,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hpczero.data.course import Course, shares_of
 from hpczero.data.documents import Cut
 from hpczero.data.plain_tokens import UNKNOWN
 from hpczero.data.samples import window
+from hpczero.data.source_order import SourceOrder, shares_of
 from hpczero.data.token_source import Part, TokenSource
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
@@ -47,8 +48,8 @@ class Ingredient:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A mixture in a checkpoint, and where its course began.
+class MixtureRecord:
+    """A mixture in a checkpoint, and where its order began.
 
     Sources are known by the fingerprints of their tokens. `first` is a sample, `counts` are those
     of each source before it, `most` those that are read of it at all; they have the longest
@@ -61,9 +62,9 @@ class Recorded:
     first: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
 
-    def course(self, pieces: int = 1) -> Course:
+    def order(self, pieces: int = 1) -> SourceOrder:
         """Return the order of the sources; `pieces`: sequences that are made of one sample."""
-        return Course(
+        return SourceOrder(
             shares_of(list(self.weights.values())),
             [self.most[key] * pieces or inf for key in self.weights],
             self.first * pieces,
@@ -72,14 +73,14 @@ class Recorded:
 
     def counts_at(self, sample: int) -> dict[str, int]:
         """Return the samples of each source before a sample, also of those that are gone."""
-        counts = dict(zip(self.weights, self.course().counts_at(sample), strict=True))
+        counts = dict(zip(self.weights, self.order().counts_at(sample), strict=True))
         return {**self.counts, **counts}
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> "Recorded":
+    def from_text(cls, text: str) -> "MixtureRecord":
         """Return what a checkpoint holds; ValueError if it is nothing of the kind."""
         values = json.loads(text)
         tables = ("names", "weights", "most", "counts")
@@ -139,20 +140,24 @@ def _refuse_unmixable(ingredients: Sequence[Ingredient]) -> None:
             )
 
 
-def recorded(ingredients: Sequence[Ingredient]) -> Recorded:
+def recorded(ingredients: Sequence[Ingredient]) -> MixtureRecord:
     """Return what a checkpoint holds of a mixture that begins now."""
-    return Recorded(
+    return MixtureRecord(
         {one.fingerprint: one.name for one in ingredients},
         {one.fingerprint: one.weight for one in ingredients},
         {one.fingerprint: one.most for one in ingredients},
     )
 
 
-class Mixture:
+class Mixture(TokenSource):
     """A `TokenSource` of several; its windows are those of the first, then of the second, ..."""
 
     def __init__(
-        self, ingredients: Sequence[Ingredient], seq_len: int, record: Recorded, pieces: int = 1
+        self,
+        ingredients: Sequence[Ingredient],
+        seq_len: int,
+        record: MixtureRecord,
+        pieces: int = 1,
     ) -> None:
         """`pieces`: sequences of this length that are made of one of the longest."""
         self.ingredients = ingredients
@@ -160,20 +165,20 @@ class Mixture:
         self.record = record
         self._seq_len = seq_len
         self._pieces = pieces
-        self._course = record.course(pieces)
+        self._order = record.order(pieces)
         self._starts = {
             split: [0, *accumulate(one.source.windows(split) for one in ingredients)]
             for split in _SPLITS
         }
 
-    def going_on(self, record: Recorded) -> "Mixture":
+    def with_record(self, record: MixtureRecord) -> "Mixture":
         """Return the mixture as a checkpoint has it, or one that was changed there."""
         return Mixture(self.ingredients, self._seq_len, record, self._pieces)
 
     @property
     def end(self) -> float:
         """The first sample that there is none of."""
-        return self._course.end
+        return self._order.end
 
     def of_length(self, seq_len: int) -> "Mixture":
         pieces = self._pieces * self._seq_len // seq_len
@@ -193,7 +198,7 @@ class Mixture:
         starts = self._starts[split]
         return [
             starts[source] + window(seed, starts[source + 1] - starts[source], number)
-            for source, number in self._course.of_samples(samples.start, len(samples))
+            for source, number in self._order.of_samples(samples.start, len(samples))
         ]
 
     def targets(self, split: str) -> int:

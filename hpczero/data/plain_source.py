@@ -7,13 +7,12 @@ import numpy as np
 
 from hpczero.data.documents import Cut, cut_after
 from hpczero.data.plain_tokens import PlainTokens, open_plain_tokens
-from hpczero.data.samples import chosen
-from hpczero.data.token_source import Part
+from hpczero.data.token_source import TokenSource
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 
 
-class PlainSource:
+class PlainSource(TokenSource):
     """A `token_source.TokenSource` of packed or masked documents."""
 
     def __init__(
@@ -54,12 +53,6 @@ class PlainSource:
 
     def describe(self) -> dict[str, Any]:
         return self._tokens.describe()
-
-    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
-        return chosen(seed, self.windows(split), samples)
-
-    def parts(self) -> list[Part]:
-        return [Part("", 1.0, self)]
 
 
 def open_plain_source(path: Path, spec: Spec) -> PlainSource:

@@ -37,11 +37,6 @@ def window(seed: int, windows: int, index: int) -> int:
     return position
 
 
-def chosen(seed: int, windows: int, samples: range) -> list[int]:
-    """Return the windows that a run reads as these of its samples."""
-    return [window(seed, windows, sample) for sample in samples]
-
-
 def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int) -> list[range]:
     """Return the positions in the global batch that `rank` takes, one range per micro-batch.
 

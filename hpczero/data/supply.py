@@ -104,7 +104,7 @@ def _of_mixture(spec: Spec, wanted: int, must_be_here: bool) -> Supply:
 
 def _early_end(spec: Spec, found: "Mapping[str, Supply]") -> str:
     """Return after how many samples the epochs of a new run's sources end, if the steps do not."""
-    from hpczero.data.course import Course, shares_of
+    from hpczero.data.source_order import SourceOrder, shares_of
 
     windows = [max(0, there.train - 1) // spec.seq_len for there in found.values()]
     if not all(windows) or spec.data.documents == "padded":  # not known
@@ -114,7 +114,7 @@ def _early_end(spec: Spec, found: "Mapping[str, Supply]") -> str:
         int(one.epochs * count) if one.epochs else inf
         for one, count in zip(sources, windows, strict=True)
     ]
-    end = Course(shares_of([one.weight for one in sources]), most).end
+    end = SourceOrder(shares_of([one.weight for one in sources]), most).end
     samples = spec.train.steps * spec.train.global_batch
     if end >= samples:
         return ""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpczero.data.documents import Cut
+from hpczero.data.samples import window
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class TokenSource(Protocol):
         """Return the number of windows."""
 
     def chosen(self, split: str, seed: int, samples: range) -> list[int]:
-        """Return the windows that a run reads as these of its samples."""
+        """Return the windows that a run reads as these of its samples: by hash, in every epoch."""
+        windows = self.windows(split)
+        return [window(seed, windows, sample) for sample in samples]
 
     def targets(self, split: str) -> int:
         """Return the number of targets in all windows."""
@@ -56,3 +59,4 @@ class TokenSource(Protocol):
 
     def parts(self) -> Sequence[Part]:
         """Return the sources of a mixture; a single one is its only part, without a name."""
+        return [Part("", 1.0, self)]

@@ -28,7 +28,7 @@ from hpczero.parallel.zero.engine import Engine
 from hpczero.planner.memory import saves_behind
 from hpczero.spec.schema import Spec
 from hpczero.train.loop_state import LoopState
-from hpczero.train.mixed_data import go_on_with_data
+from hpczero.train.mixed_data import continue_mixture
 from hpczero.train.rank_states import persistent_buffers
 from hpczero.train.resume import (
     Candidates,
@@ -266,7 +266,7 @@ class Checkpoints:
                 check(loop)
                 notes = restore(self.engine, checkpoint, only_weights)
                 if not only_weights:
-                    notes += go_on_with_data(checkpoint, self.spec, self.identity)
+                    notes += continue_mixture(checkpoint, self.spec, self.identity)
                 self.identity.update(resumed_identity(checkpoint.identity, self.identity))
                 return "", Loaded(
                     checkpoint.content, loop, checkpoint.identity, only_weights, notes

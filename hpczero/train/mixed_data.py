@@ -1,32 +1,32 @@
-"""A mixture that a run goes on with: where its course began, and what has changed in it."""
+"""A mixture that a run goes on with: its record in a checkpoint, and what has changed in it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.shard_file import Damaged
-from hpczero.data.course import shares_of
-from hpczero.data.mixture import Mixture, Recorded
+from hpczero.data.mixture import Mixture, MixtureRecord
+from hpczero.data.source_order import shares_of
 from hpczero.data.token_source import TokenSource
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 from hpczero.text import printable
 
 DATA = "data.fingerprint"  # in a checkpoint's identity: of a single source
-COURSE = "data.course"  # of a mixture
+MIXTURE = "data.mixture"  # of a mixture
 
 
 def identity_of_data(source: TokenSource) -> dict[str, str]:
     """Return what a run's results depend on of its data, whatever path it was read from."""
     if isinstance(source, Mixture):
-        return {COURSE: source.record.as_text()}
+        return {MIXTURE: source.record.as_text()}
     return {DATA: str(source.describe()["fingerprint"])}
 
 
-def with_course(source: TokenSource, identity: Mapping[str, str]) -> TokenSource:
+def as_recorded(source: TokenSource, identity: Mapping[str, str]) -> TokenSource:
     """Return the source as a run with this identity reads it."""
-    if isinstance(source, Mixture) and COURSE in identity:
-        return source.going_on(Recorded.from_text(identity[COURSE]))
+    if isinstance(source, Mixture) and MIXTURE in identity:
+        return source.with_record(MixtureRecord.from_text(identity[MIXTURE]))
     return source
 
 
@@ -41,51 +41,51 @@ def refuse_early_end(source: TokenSource, spec: Spec) -> None:
         )
 
 
-def go_on_with_data(checkpoint: Checkpoint, spec: Spec, identity: dict[str, str]) -> list[str]:
-    """Take the course of the checkpoint over into a run's identity; return what has changed."""
+def continue_mixture(checkpoint: Checkpoint, spec: Spec, identity: dict[str, str]) -> list[str]:
+    """Take the record of the checkpoint over into a run's identity; return what has changed."""
     step = checkpoint.content.state.step
     batch = spec.train.global_batch
     before = checkpoint.content.spec.get("train", {}).get("global_batch", batch)
     try:
-        course, changes = going_on(checkpoint.identity, identity, step * int(before), step * batch)
+        record, changes = continued(checkpoint.identity, identity, step * int(before), step * batch)
     except (ValueError, TypeError) as error:
         raise Damaged(f"{checkpoint.folder}: {error}") from error
-    identity.update(course)
+    identity.update(record)
     return changes
 
 
-def going_on(
+def continued(
     there: Mapping[str, str], here: Mapping[str, str], seen: int, begins: int
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the course of a run that goes on from a checkpoint, and its changes in words.
+    """Return the record of a run that goes on from a checkpoint, and its changes in words.
 
     `there`, `here`: identities of the checkpoint and of the run as it would begin. `seen`: samples
     that have been read; `begins`: the first that is read now. ValueError if the checkpoint says
-    nothing that a course could be made of.
+    nothing that a record could be made of.
     """
-    if COURSE not in here:
+    if MIXTURE not in here:
         return {}, []
-    new = Recorded.from_text(here[COURSE])
-    if COURSE in there:
-        old = Recorded.from_text(there[COURSE])
-        if _course(old) == _course(new):
-            return {COURSE: replace(old, names=new.names).as_text()}, []
+    new = MixtureRecord.from_text(here[MIXTURE])
+    if MIXTURE in there:
+        old = MixtureRecord.from_text(there[MIXTURE])
+        if _rule(old) == _rule(new):
+            return {MIXTURE: replace(old, names=new.names).as_text()}, []
         counts = old.counts_at(seen)
     elif DATA in there:
         single = there[DATA]
-        old = Recorded({single: "data.source"}, {single: 1.0}, {single: 0})
+        old = MixtureRecord({single: "data.source"}, {single: 1.0}, {single: 0})
         counts = {single: seen}
     else:
         return {}, []
-    return {COURSE: replace(new, first=begins, counts=counts).as_text()}, _changes(old, new)
+    return {MIXTURE: replace(new, first=begins, counts=counts).as_text()}, _changes(old, new)
 
 
-def _course(record: Recorded) -> tuple[object, ...]:
+def _rule(record: MixtureRecord) -> tuple[object, ...]:
     weights = dict(record.weights)
     return list(weights), shares_of(list(weights.values())), dict(record.most)
 
 
-def _changes(old: Recorded, new: Recorded) -> list[str]:
+def _changes(old: MixtureRecord, new: MixtureRecord) -> list[str]:
     """Return a line for each source that came, went or has another share."""
     lines = []
     for key in {**old.weights, **new.weights}:
@@ -100,6 +100,6 @@ def _changes(old: Recorded, new: Recorded) -> list[str]:
     return lines
 
 
-def _share(record: Recorded, key: str) -> str:
+def _share(record: MixtureRecord, key: str) -> str:
     most = record.most[key]
     return f"weight {record.weights[key]:g}" + (f" and at most {most:,} samples" if most else "")

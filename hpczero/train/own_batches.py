@@ -18,7 +18,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.arguments import refuse_what_differs
 from hpczero.train.batches import Batches
 from hpczero.train.initialize import Training, spec_of_all
-from hpczero.train.mixed_data import identity_of_data, refuse_early_end, with_course
+from hpczero.train.mixed_data import as_recorded, identity_of_data, refuse_early_end
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def batches(
     first = run.world.rank == 0
     source = run.world.run_on_all(lambda: open_source(agreed, run.world.broadcast_object, first))
     samples = engine.steps * agreed.train.global_batch
-    source = with_course(source, run.reads(identity_of_data(source), samples))
+    source = as_recorded(source, run.reads(identity_of_data(source), samples))
     of_rank = Batches(agreed, source, engine.rank, engine.size)
     if split == "validation":
         return _evaluation(of_rank, engine)

@@ -31,7 +31,7 @@ from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differ
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState, Position
 from hpczero.train.memory_account import Expected, MemoryAccount
-from hpczero.train.mixed_data import going_on
+from hpczero.train.mixed_data import continued
 from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, by_name, refuse_unknown
@@ -202,10 +202,10 @@ class OwnRun:
         """
         if problem := other_tokens(self._resumed, identity):
             raise InputError(f"the checkpoint that the loop goes on from {problem}")
-        course, changes = going_on(self._resumed, identity, samples, samples)
+        record, changes = continued(self._resumed, identity, samples, samples)
         for change in changes:
             self._log.warn(change)
-        identity = {**identity, **course}
+        identity = {**identity, **record}
         self._read.update(identity)
         if self._claimed:
             self._claimed.identity.update(identity)

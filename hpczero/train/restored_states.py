@@ -117,8 +117,8 @@ class _Reader:
             known = join_words(sorted(update.continues), "or")
             raise InputError(
                 f"{self._checkpoint.folder} has the states of another optimizer "
-                f"({printable(there_by, 40)}, and {update.name} goes on with those of {known}): take that one, or begin another "
-                "run with these weights alone (weights_only)"
+                f"({printable(there_by, 40)}, and {update.name} goes on with those of {known}): "
+                "take that one, or begin another run with these weights alone (weights_only)"
             )
         here = {slot.removeprefix(KEPT) for slot in common_states(self._engine, first)}
         here |= update.own_states(first).keys() | update.dealt_states(first).keys()

@@ -30,7 +30,7 @@ from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
 from hpczero.train.memory_account import MemoryAccount, expect
-from hpczero.train.mixed_data import identity_of_data, refuse_early_end, with_course
+from hpczero.train.mixed_data import as_recorded, identity_of_data, refuse_early_end
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.run_report import (
@@ -178,7 +178,7 @@ def _carry_out(
     predicted = report_layout(reporter, job, batches, parameters) if reporter else None
     checkpoints = Checkpoints(spec, world, grid, engine, _identity(job))
     first, earlier = _load_or_initialize(checkpoints, reporter)
-    source = with_course(job.source, checkpoints.identity)
+    source = as_recorded(job.source, checkpoints.identity)
     world.run_on_all(lambda: refuse_early_end(source, spec))
     batches = replace(batches, source=source)
     standing = partial(_standing, runner, checkpoints, world)

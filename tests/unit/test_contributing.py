@@ -84,6 +84,8 @@ KINDS = [
         another_meaning={
             "hpczero/spec/optimizer.py": "the optimizer's name",
             "hpczero/spec/rules_of_optimizers.py": "the optimizer's name",
+            "hpczero/parallel/zero/muon_update.py": "an optimizer whose states it takes over",
+            "hpczero/train/restored_states.py": "the optimizer of an old checkpoint",
             "hpczero/spec/model.py": "the name of an activation",
             "hpczero/huggingface/conversions.py": "the name of an activation",
         },

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from hpczero.data.dataset import open_source
-from hpczero.data.mixture import Mixture, Recorded
+from hpczero.data.mixture import Mixture, MixtureRecord
 from hpczero.data.samples import window
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Source, Spec, Train
 from hpczero.train.batches import Batches, Validation, mixed
-from hpczero.train.mixed_data import COURSE, DATA, going_on, identity_of_data, with_course
+from hpczero.train.mixed_data import DATA, MIXTURE, as_recorded, continued, identity_of_data
 from tests.support.token_files import alone, make
 
 LETTERS = ("abc", "klm", "xyz", "012")
@@ -110,9 +110,9 @@ def test_a_run_goes_on_with_the_same_samples(files: list[Path], step: int) -> No
     spec = spec_of(files[:3])
     begun = mixture(spec)
     there = identity_of_data(begun)
-    course, changes = going_on(there, identity_of_data(mixture(spec)), step * BATCH, step * BATCH)
+    record, changes = continued(there, identity_of_data(mixture(spec)), step * BATCH, step * BATCH)
     assert not changes
-    resumed = with_course(mixture(spec), course)
+    resumed = as_recorded(mixture(spec), record)
     assert isinstance(resumed, Mixture)
     for later in range(step, step + 30):
         assert rows(spec, resumed, later) == rows(spec, begun, later)
@@ -122,14 +122,14 @@ def test_another_source_comes_with_the_next_sample_and_is_told(files: list[Path]
     """What the others have been read stays: nothing of them comes twice."""
     before, after = spec_of(files[:3]), spec_of(files, (0.7, 0.1, 0.1, 0.1))
     old, step = mixture(before), 50
-    course, changes = going_on(
+    record, changes = continued(
         identity_of_data(old), identity_of_data(mixture(after)), step * BATCH, step * BATCH
     )
     assert changes == [
         f"data.sources: {files[1]} had weight 0.2, and has weight 0.1",
         f"data.sources: {files[3]} is new, with weight 0.1",
     ]
-    resumed = with_course(mixture(after), course)
+    resumed = as_recorded(mixture(after), record)
     assert isinstance(resumed, Mixture)
     counts = Counter(source_of(row) for past in range(step) for row in rows(before, old, past))
     now = Counter(
@@ -137,14 +137,14 @@ def test_another_source_comes_with_the_next_sample_and_is_told(files: list[Path]
     )
     for number, weight in enumerate((0.7, 0.1, 0.1, 0.1)):
         assert abs(now[number] - weight * 100 * BATCH) <= 1
-    record = Recorded.from_text(course[COURSE])
-    assert record.first == step * BATCH
-    assert list(record.counts.values()) == [counts[number] for number in range(3)]
-    again, changes = going_on(course, identity_of_data(mixture(after)), 80 * BATCH, 80 * BATCH)
-    assert (again, changes) == (course, [])
-    gone, changes = going_on(course, identity_of_data(mixture(before)), 80 * BATCH, 80 * BATCH)
+    found = MixtureRecord.from_text(record[MIXTURE])
+    assert found.first == step * BATCH
+    assert list(found.counts.values()) == [counts[number] for number in range(3)]
+    again, changes = continued(record, identity_of_data(mixture(after)), 80 * BATCH, 80 * BATCH)
+    assert (again, changes) == (record, [])
+    gone, changes = continued(record, identity_of_data(mixture(before)), 80 * BATCH, 80 * BATCH)
     assert changes[-1] == f"data.sources: {files[3]} is not read any more"
-    kept = Recorded.from_text(gone[COURSE]).counts
+    kept = MixtureRecord.from_text(gone[MIXTURE]).counts
     assert sum(kept.values()) == 80 * BATCH
 
 
@@ -152,12 +152,12 @@ def test_a_run_on_one_source_goes_on_with_several(files: list[Path]) -> None:
     spec = spec_of(files[:3])
     single = open_source(spec.of_source(spec.data.sources[0]), alone)
     here = identity_of_data(mixture(spec))
-    course, changes = going_on(identity_of_data(single), here, 40, 40)
+    record, changes = continued(identity_of_data(single), here, 40, 40)
     assert len(changes) == 2 + 1  # two are new, and the first has another share
-    resumed = with_course(mixture(spec), course)
+    resumed = as_recorded(mixture(spec), record)
     windows = single.windows("train")
     assert resumed.chosen("train", spec.seed, range(40, 41)) == [window(spec.seed, windows, 40)]
-    assert going_on({DATA: "other"}, here, 40, 40)[1][0].endswith("is not read any more")
+    assert continued({DATA: "other"}, here, 40, 40)[1][0].endswith("is not read any more")
 
 
 def test_shorter_sequences_keep_the_shares(files: list[Path]) -> None:
@@ -239,7 +239,7 @@ RECORD = {"names": {"a": "a"}, "weights": {"a": 1.0}, "most": {"a": 0}, "first":
     ],
 )
 def test_a_record_that_is_none_is_refused(text: str) -> None:
-    here = {COURSE: json.dumps(RECORD)}
-    assert going_on(here, here, 0, 0) == (here, [])
+    here = {MIXTURE: json.dumps(RECORD)}
+    assert continued(here, here, 0, 0) == (here, [])
     with pytest.raises(ValueError):  # noqa: PT011 (JSON's own, too)
-        going_on({COURSE: text}, here, 0, 0)
+        continued({MIXTURE: text}, here, 0, 0)

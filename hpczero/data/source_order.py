@@ -25,7 +25,7 @@ def shares_of(weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Leg:
-    """A part of the course in which the same sources take part."""
+    """A part of the order in which the same sources take part."""
 
     first: int  # sample
     counts: list[int]  # samples of each source before it
@@ -73,7 +73,7 @@ class _Leg:
 
 
 @dataclass(frozen=True)
-class Course:
+class SourceOrder:
     """The sources of all samples from `first` on, before which there were `counts` of each.
 
     `limits`: most samples of each source; one that has reached it takes no part any more.

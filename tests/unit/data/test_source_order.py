@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.data.course import Course, shares_of
+from hpczero.data.source_order import SourceOrder, shares_of
 
 
 def by_the_rule(
@@ -45,12 +45,12 @@ def test_any_sample_is_that_of_the_rule(
     sources: list[tuple[int, float]], first: int, count: int
 ) -> None:
     shares, limits = zip(*sources, strict=True)
-    course = Course(shares, limits)
+    order = SourceOrder(shares, limits)
     whole = by_the_rule(shares, limits, first + count)
-    assert course.end == (sum(limits) if max(limits) < inf else inf)
+    assert order.end == (sum(limits) if max(limits) < inf else inf)
     first, count = min(first, len(whole)), max(0, min(count, len(whole) - first))
-    assert course.of_samples(first, count) == whole[first : first + count]
-    assert course.counts_at(first) == [
+    assert order.of_samples(first, count) == whole[first : first + count]
+    assert order.counts_at(first) == [
         sum(source == number for source, _ in whole[:first]) for number in range(len(shares))
     ]
 
@@ -59,9 +59,9 @@ def test_any_sample_is_that_of_the_rule(
     "weights", [(0.7, 0.2, 0.1), (1, 1), (3, 2), (0.5, 0.3, 0.15, 0.05), (1,), (1e-9, 1)]
 )
 def test_counts_stay_within_one_of_their_shares(weights: tuple[float, ...]) -> None:
-    course = Course(shares_of(weights), [inf] * len(weights))
+    order = SourceOrder(shares_of(weights), [inf] * len(weights))
     for samples in range(3000):
-        for count, weight in zip(course.counts_at(samples), weights, strict=True):
+        for count, weight in zip(order.counts_at(samples), weights, strict=True):
             assert abs(count - samples * weight / sum(weights)) < 1
 
 
@@ -72,7 +72,7 @@ def test_shares_are_whole_numbers() -> None:
     assert sum(shares_of((1 / 3, 1 / 3, 1 / 3))) == 3
 
 
-def test_a_course_goes_on_from_other_counts() -> None:
-    course = Course((2, 1), (inf, inf), first=10, counts=(7, 3))
-    assert course.of_samples(10, 3) == [(0, 7), (1, 3), (0, 8)]
-    assert course.counts_at(13) == [9, 4]
+def test_an_order_goes_on_from_other_counts() -> None:
+    order = SourceOrder((2, 1), (inf, inf), first=10, counts=(7, 3))
+    assert order.of_samples(10, 3) == [(0, 7), (1, 3), (0, 8)]
+    assert order.counts_at(13) == [9, 4]
