@@ -1,6 +1,7 @@
 """`hpczero data build --submit`: a token file is made by a job in the queue."""
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from hpczero.batch.submit import submit_run
 from hpczero.errors import InputError
 from hpczero.spec.load import load
 from hpczero.spec.schema import Batch, Spec, Train
+
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]")  # for the name of a run
 
 
 def submit_build(spec_path: str, output: Path, words: Sequence[str], options: Namespace) -> int:
@@ -39,7 +42,7 @@ def submit_build(spec_path: str, output: Path, words: Sequence[str], options: Na
             "must be printable"
         ) from error
     spec = Spec(
-        name=f"{output.stem}.build",
+        name=f"{_UNFIT.sub('-', output.stem).lstrip('._-')[:80] or 'data'}.build",
         output=str(output.absolute().parent),
         train=Train(device="cpu"),
         batch=placed,

@@ -37,30 +37,32 @@ def tokenizer_of_run(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer:
     return found
 
 
-def _first_source(table: Mapping[str, Any]) -> str:
-    """Return the source of a run's data, or the first of a mixture: all have one tokenizer."""
+def _sources(table: Mapping[str, Any]) -> list[str]:
+    """Return the source of a run's data, or those of a mixture: all have one tokenizer."""
     sources = table.get("sources")
-    first = sources[0] if isinstance(sources, list) and sources else None
-    if isinstance(first, dict):
-        return str(first.get("path", "stdlib"))
-    return str(table.get("source", "stdlib"))
+    listed = sources if isinstance(sources, list) else []
+    paths = [str(one.get("path", "stdlib")) for one in listed if isinstance(one, dict)]
+    return paths or [str(table.get("source", "stdlib"))]
 
 
 def _of_data(checkpoint: Checkpoint) -> Tokenizer:
     data = checkpoint.content.spec.get("data")
     table = data if isinstance(data, dict) else {}
-    source = _first_source(table)
-    if source == "synthetic":
+    sources = [source for source in _sources(table) if source != "synthetic"]
+    if not sources:
         raise InputError(
             'the run\'s data are random tokens (data.source = "synthetic"), which stand for no '
             "text: name a tokenizer with --tokenizer"
         )
-    try:
-        if source == "stdlib":
-            return tokenizer(str(table.get("tokenizer", "byte")))
-        return open_token_file(Path(env.expand(source))).made_with()
-    except HpczeroError as error:
-        raise InputError(
-            f"the run's tokenizer is not at hand: {error}; name a tokenizer, or a token file that "
-            "holds it, with --tokenizer"
-        ) from error
+    problems = []
+    for source in sources:
+        try:
+            if source == "stdlib":
+                return tokenizer(str(table.get("tokenizer", "byte")))
+            return open_token_file(Path(env.expand(source))).made_with()
+        except HpczeroError as error:
+            problems.append(str(error))
+    raise InputError(
+        f"the run's tokenizer is not at hand: {problems[0]}; name a tokenizer, or a token file "
+        "that holds it, with --tokenizer"
+    )

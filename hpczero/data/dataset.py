@@ -34,6 +34,7 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec
 
+NO_TOKENIZER = "none"  # of random tokens
 _SYNTHETIC_WINDOWS = {"train": 2**31, "validation": 2**20}
 _SYNTHETIC_SALT = {"train": 1 << 63, "validation": 0}  # a seed has 63 bits
 _WORK_PREFIX = ".building-"
@@ -52,16 +53,30 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     `share(value)` broadcasts the value of the one rank with `is_builder`. That rank builds the
     token file if there is none; the others wait, and all raise the same error if it fails.
     """
-    if spec.data.sources:
-        opened = [open_source(spec.of_source(one), share, is_builder) for one in spec.data.sources]
-        return mixture_of(spec, opened)
+    library = None
+    if "stdlib" in spec.data.paths:  # before anything that may fail on one rank alone
+        library = _shared_library(spec, share, is_builder)
+    if not spec.data.sources:
+        return _opened(spec, library)
+    opened = [_opened(spec.of_source(one), library) for one in spec.data.sources]
+    return mixture_of(spec, opened)
+
+
+def _opened(spec: Spec, library: Path | None) -> TokenSource:
+    """Open the source that `data.source` names; `library`: the token file of "stdlib"."""
     if spec.data.source == "synthetic":
         return SyntheticSource(spec.seed, spec.model.vocab, spec.seq_len)
-    if spec.data.source != "stdlib":
-        path = Path(env.expand(spec.data.source)).absolute()
-        if is_plain(path):
-            return open_plain_source(path, spec)
-        return _checked(open_token_file(path), spec)
+    if spec.data.source == "stdlib":
+        assert library
+        return _checked(open_token_file(library), spec)
+    path = Path(env.expand(spec.data.source)).absolute()
+    if is_plain(path):
+        return open_plain_source(path, spec)
+    return _checked(open_token_file(path), spec)
+
+
+def _shared_library(spec: Spec, share: Callable[[Any], Any], is_builder: bool) -> Path:
+    """Return the token file of the library, which one rank builds. Collective."""
     verdict: dict[str, str] = {}
     if is_builder:
         try:
@@ -77,7 +92,7 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
             f"{path} was built by rank 0, but is not seen here: "
             "set paths.cache to a folder that every node shares"
         )
-    return _checked(open_token_file(path), spec)
+    return path
 
 
 def _checked(file: TokenFile, spec: Spec) -> TokenSource:
@@ -213,7 +228,7 @@ class SyntheticSource(TokenSource):
         }
         return {
             "path": "synthetic",
-            "tokenizer": "none",
+            "tokenizer": NO_TOKENIZER,
             "vocabulary": self.vocabulary,
             "tokens": tokens,
             "documents": dict.fromkeys(tokens, 1),

@@ -69,7 +69,7 @@ def encoded(
     with _pool(encoding, field, workers) as start:
         try:
             for batch in batches:
-                waiting.append((batch, start([part.record for part in batch])))
+                waiting.append((batch, _started(start, [part.record for part in batch])))
                 if len(waiting) > ahead:
                     before, result = waiting.popleft()
                     yield before, _finished(result)
@@ -81,14 +81,27 @@ def encoded(
         raise failure
 
 
+def _started(
+    start: Callable[[Records], Future[list[Encoded]]], records: Records
+) -> Future[list[Encoded]]:
+    try:
+        return start(records)
+    except BrokenProcessPool:
+        raise _killed() from None
+
+
 def _finished(result: Future[list[Encoded]]) -> list[Encoded]:
     try:
         return result.result()
     except BrokenProcessPool:
-        raise HpczeroError(
-            "a process that encodes text was killed (by lack of memory?): "
-            "the same command goes on where it was; fewer --workers take less memory"
-        ) from None
+        raise _killed() from None
+
+
+def _killed() -> HpczeroError:
+    return HpczeroError(
+        "a process that encodes text was killed (by lack of memory?): "
+        "the same command goes on where it was; fewer --workers take less memory"
+    )
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from hpczero.spec.schema import Spec
 from hpczero.text import printable
 
 _SPLITS = ("train", "validation")
+_NOT_KNOWN = {UNKNOWN, "none"}  # tokenizers
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ class MixtureRecord:
     """A mixture in a checkpoint, and where its order began.
 
     Sources are known by the fingerprints of their tokens. `first` is a sample, `counts` are those
-    of each source before it, `most` those that are read of it at all; they have the longest
-    sequences.
+    of each source before it, `most` those that are read of it at all, `windows` those of an epoch;
+    they have the longest sequences.
     """
 
     names: Mapping[str, str]
     weights: Mapping[str, float]
     most: Mapping[str, int]
+    windows: Mapping[str, int]
     first: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -72,7 +74,12 @@ class MixtureRecord:
         )
 
     def counts_at(self, sample: int) -> dict[str, int]:
-        """Return the samples of each source before a sample, also of those that are gone."""
+        """Return the samples of each source before a sample, also of those that are gone.
+
+        ValueError if the record begins behind the sample, or ends before it.
+        """
+        if not self.first <= sample <= self.order().end:
+            raise ValueError(f"a mixture from sample {self.first} on, and {sample} have been read")
         counts = dict(zip(self.weights, self.order().counts_at(sample), strict=True))
         return {**self.counts, **counts}
 
@@ -83,10 +90,10 @@ class MixtureRecord:
     def from_text(cls, text: str) -> "MixtureRecord":
         """Return what a checkpoint holds; ValueError if it is nothing of the kind."""
         values = json.loads(text)
-        tables = ("names", "weights", "most", "counts")
+        tables = ("names", "weights", "most", "windows", "counts")
         if not isinstance(values, dict) or {*values} != {*tables, "first"}:
             raise ValueError(f"no record of a mixture: {printable(text, 100)}")
-        kinds = dict(zip(tables, ((str,), (int, float), (int,), (int,)), strict=True))
+        kinds = dict(zip(tables, ((str,), (int, float), (int,), (int,), (int,)), strict=True))
         for name, kind in kinds.items():
             table = values[name]
             if not isinstance(table, dict) or not all(
@@ -94,11 +101,15 @@ class MixtureRecord:
             ):
                 raise ValueError(f"the {name} of a mixture: {printable(str(table), 100)}")
         record = cls(**values)
-        numbers = [*record.most.values(), *record.counts.values(), record.first]
+        numbers = [
+            *(*record.most.values(), *record.windows.values(), *record.counts.values()),
+            record.first,
+        ]
         if (
             not isinstance(record.first, int)
             or not record.weights
             or not (record.weights.keys() == record.names.keys() == record.most.keys())
+            or not record.weights.keys() == record.windows.keys()
             or min(record.weights.values()) <= 0
             or not all(0 <= number < 2**62 for number in numbers)
         ):
@@ -120,7 +131,7 @@ def _refuse_unmixable(ingredients: Sequence[Ingredient]) -> None:
     """Raise InputError if the sources have other tokenizers, or one stands there twice."""
     facts = {one.name: one.source.describe() for one in ingredients}
     named = {name: one["tokenizer"] for name, one in facts.items()}
-    known = {name: one for name, one in named.items() if one not in (UNKNOWN, "none")}
+    known = {name: one for name, one in named.items() if one not in _NOT_KNOWN}
     if len(set(known.values())) > 1:
         listed = "; ".join(f"{name}: {one}" for name, one in known.items())
         raise InputError(
@@ -146,6 +157,7 @@ def recorded(ingredients: Sequence[Ingredient]) -> MixtureRecord:
         {one.fingerprint: one.name for one in ingredients},
         {one.fingerprint: one.weight for one in ingredients},
         {one.fingerprint: one.most for one in ingredients},
+        {one.fingerprint: one.source.windows("train") for one in ingredients},
     )
 
 
@@ -215,7 +227,7 @@ class Mixture(TokenSource):
 
     def describe(self) -> dict[str, Any]:
         facts = [one.source.describe() for one in self.ingredients]
-        named = {one["tokenizer"] for one in facts} - {UNKNOWN}
+        named = {one["tokenizer"] for one in facts} - _NOT_KNOWN
         return {
             "path": ", ".join(one.name for one in self.ingredients),
             "tokenizer": named.pop() if len(named) == 1 else UNKNOWN,

@@ -42,23 +42,26 @@ class Found:
 
 def is_plain(path: Path) -> bool:
     """Return True for a path that names files of others, by its name alone."""
-    return path.is_dir() or path.suffix in (".npy", ".bin", ".idx") or _index(path).exists()
+    known = (".npy", ".bin", ".idx", ".ds")
+    return path.is_dir() or path.suffix in known or _index(path).exists()
 
 
 def find_tokens(path: Path) -> Found:
     """Tell the kind of the files; InputError if they are damaged or of none."""
     if path.is_dir():
-        return _datatrove(path)
+        return _datatrove(path, sorted(one for one in path.iterdir() if one.suffix == ".ds"))
+    if path.suffix == ".ds":
+        return _datatrove(path, [path])
     if path.suffix == ".npy":
         return _numpy(path)
     return _megatron(path)
 
 
 class Numbers(Sequence[int]):
-    """Whole numbers of 4 or 8 bytes in a file, each read when it is asked for."""
+    """Whole numbers of 4 or 8 bytes in a file, which is opened for each that is asked for."""
 
-    def __init__(self, file: BinaryIO, offset: int, count: int, width: int = 8) -> None:
-        self._file = file
+    def __init__(self, path: Path, offset: int, count: int, width: int = 8) -> None:
+        self._path = path
         self._offset = offset
         self._count = count
         self._width = width
@@ -71,7 +74,10 @@ class Numbers(Sequence[int]):
         if not 0 <= at < self._count:
             raise IndexError(at)
         place = self._offset + at * self._width
-        read = os.pread(self._file.fileno(), self._width, place)
+        with _file(self._path) as file:
+            read = os.pread(file.fileno(), self._width, place)
+        if len(read) < self._width:
+            raise IndexError(at)
         return int.from_bytes(read, "little", signed=True)
 
 
@@ -91,11 +97,11 @@ def _numpy(path: Path) -> Found:
             if version not in _ARRAY_HEADERS:
                 raise ValueError(f"version {version}")
             shape, _, dtype = _ARRAY_HEADERS[version](file)
-        except ValueError as error:
+        except Exception as error:  # numpy evaluates the header: there is nothing narrower
             why = printable(str(error), 200)
             raise InputError(f"{path} ({size:,} bytes) is no array of numpy: {why}") from error
         offset = file.tell()
-    if len(shape) != 1 or dtype.kind not in "iu":
+    if len(shape) != 1 or shape[0] < 0 or dtype.kind not in "iu":
         raise InputError(
             f"{path} holds {printable(str(dtype), 60)} in the shape {shape}: "
             "tokens are whole numbers in one dimension"
@@ -122,8 +128,7 @@ _DS_INDEX, _DS_FACTS = ".index", ".metadata"
 _MOST_FACTS = 1 << 16  # bytes
 
 
-def _datatrove(folder: Path) -> Found:
-    files = sorted(path for path in folder.iterdir() if path.suffix == ".ds")
+def _datatrove(folder: Path, files: Sequence[Path]) -> Found:
     if not files:
         raise InputError(f"{folder} has no *.ds, the files of tokens of datatrove and Nanotron")
     ends = [_ends_of(path) for path in files]
@@ -166,11 +171,11 @@ class _Joined(Sequence[int]):
 def _ends_of(path: Path) -> Numbers:
     """Return where the documents of a file end, as its index says."""
     index = path.with_name(path.name + _DS_INDEX)
-    file = _file(index)
-    size = os.fstat(file.fileno()).st_size
+    with _file(index) as file:
+        size = os.fstat(file.fileno()).st_size
     if size % 8:
         raise InputError(f"{index} has {size:,} bytes, no whole number of 64-bit numbers")
-    return Numbers(file, 0, size // 8)
+    return Numbers(index, 0, size // 8)
 
 
 def _token_size(path: Path, size: int, count: int) -> int:
@@ -205,9 +210,9 @@ def _megatron(path: Path) -> Found:
     tokens = index.with_suffix(".bin")
     with _file(tokens) as opened:
         size = os.fstat(opened.fileno()).st_size
-    file = _file(index)
-    there = os.fstat(file.fileno()).st_size
-    head = file.read(_HEAD.size)
+    with _file(index) as file:
+        there = os.fstat(file.fileno()).st_size
+        head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
         raise InputError(f"{index} ({there:,} bytes) is no index of Megatron-LM")
     _, version, kind, sequences, ends = _HEAD.unpack(head)
@@ -219,9 +224,9 @@ def _megatron(path: Path) -> Found:
     needed = _HEAD.size + 12 * sequences + 8 * ends
     _refuse_short(index, there, needed, f"{sequences:,} sequences and {ends:,} ends of documents")
     dtype = np.dtype(_KINDS[kind])
-    lengths = Numbers(file, _HEAD.size, sequences, 4)
-    pointers = Numbers(file, _HEAD.size + 4 * sequences, sequences)
-    documents = Numbers(file, _HEAD.size + 12 * sequences, ends)
+    lengths = Numbers(index, _HEAD.size, sequences, 4)
+    pointers = Numbers(index, _HEAD.size + 4 * sequences, sequences)
+    documents = Numbers(index, _HEAD.size + 12 * sequences, ends)
     last = sequences - 1
     count = (pointers[last] // dtype.itemsize + lengths[last]) if sequences else 0
     _refuse_gaps(index, lengths, pointers, dtype.itemsize)

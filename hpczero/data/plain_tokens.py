@@ -159,6 +159,8 @@ def _opened(path: Path, found: Found, validation_fraction: float) -> PlainTokens
     boundary = total - round(total * validation_fraction)
     if found.ends and 0 < boundary < total:
         boundary = found.ends[bisect_right(found.ends, boundary)]
+        if not 0 <= boundary <= total:
+            raise IndexError(boundary)
     _, counts = np.unique(sample, return_counts=True)
     return PlainTokens(
         path,
@@ -187,9 +189,15 @@ def _samples(tokens: RunReader) -> Iterator[np.ndarray]:
 
 
 def _end_of_document(tokens: RunReader, ends: Sequence[int]) -> int | None:
-    """Return the token that all documents looked at end with; None if there is no such."""
-    places = {ends[number * len(ends) // _SAMPLES] for number in range(_SAMPLES)} if ends else set()
-    if any(not 0 < end <= len(tokens) for end in places):
-        raise IndexError
-    last = {int(tokens.read(end - 1, end)[0]) for end in places}
-    return last.pop() if len(last) == 1 and len(places) > 1 else None
+    """Return the token that ends all documents looked at, and is nowhere else in them; or None."""
+    numbers = sorted({number * len(ends) // _SAMPLES for number in range(_SAMPLES)} if ends else ())
+    last, inside = set[int](), set[int]()
+    for number in numbers:
+        begin, end = ends[number - 1] if number else 0, ends[number]
+        if not 0 <= begin <= end <= len(tokens):
+            raise IndexError(number)
+        text = tokens.read(max(begin, end - _SAMPLE), end)
+        last.update(map(int, text[-1:]))
+        inside.update(map(int, text[:-1]))
+    is_one = len(last) == 1 and len(numbers) > 1 and not last & inside
+    return last.pop() if is_one else None

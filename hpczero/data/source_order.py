@@ -85,28 +85,15 @@ class SourceOrder:
     counts: Sequence[int] = ()
     _legs: list[_Leg] = field(init=False, default_factory=list, repr=False)
 
-    def __post_init__(self) -> None:
-        first: float = self.first
-        counts = list(self.counts) or [0] * len(self.shares)
-        while first < inf:
-            left = [
-                share if count < limit else 0
-                for share, count, limit in zip(self.shares, counts, self.limits, strict=True)
-            ]
-            if not any(left):
-                break
-            common = gcd(*left)
-            leg = _Leg(int(first), counts, [share // common for share in left])
-            self._legs.append(leg)
-            first = leg.end(self.limits)
-            counts = leg.counts_at(int(first)) if first < inf else counts
-
-    @property
+    @cached_property
     def end(self) -> float:
         """The number of samples after which all sources have reached their limits."""
-        if not self._legs:
-            return self.first
-        return self._legs[-1].end(self.limits)
+        counts = self.counts or [0] * len(self.shares)
+        left = [
+            max(0.0, limit - count) if share else 0.0
+            for share, limit, count in zip(self.shares, self.limits, counts, strict=True)
+        ]
+        return self.first + sum(left)
 
     def counts_at(self, sample: int) -> list[int]:
         """Return the samples of each source before a sample."""
@@ -128,5 +115,18 @@ class SourceOrder:
         return found
 
     def _leg_of(self, sample: int) -> _Leg:
+        """Return the leg that a sample is in; legs are made as far as one asks."""
         assert self.first <= sample <= self.end, (self.first, sample, self.end)
+        if not self._legs:
+            self._legs.append(self._leg(self.first, list(self.counts) or [0] * len(self.shares)))
+        while (end := self._legs[-1].end(self.limits)) <= sample and end < self.end:
+            self._legs.append(self._leg(int(end), self._legs[-1].counts_at(int(end))))
         return self._legs[bisect_right([leg.first for leg in self._legs], sample) - 1]
+
+    def _leg(self, first: int, counts: list[int]) -> _Leg:
+        left = [
+            share if count < limit else 0
+            for share, count, limit in zip(self.shares, counts, self.limits, strict=True)
+        ]
+        common = gcd(*left) or 1
+        return _Leg(first, counts, [share // common for share in left])

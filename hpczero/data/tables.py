@@ -9,7 +9,8 @@ from hpczero.data.tokenizer import library
 from hpczero.errors import HpczeroError, InputError
 from hpczero.text import printable
 
-_ROWS = 256  # that are decoded at once
+_ROWS = 64  # most that are decoded at once
+_DECODED = 4 << 20  # bytes of them, as far as the file says
 _BUFFER = 1 << 20  # bytes
 _FILE = b"ARROW1"  # an Arrow file begins with it, a stream (as of Hugging Face's datasets) does not
 _SHOWN = 8  # names of columns
@@ -22,8 +23,8 @@ def rows(source: Input, start: Place, field: str) -> Iterator[Record]:
     try:
         find = _of_parquet if kind(source.path) == ".parquet" else _of_arrow
         for column, read in find(source, start.number, field):
-            values = column.cast(arrow.large_binary()).to_pylist()
-            for value in values:
+            for scalar in _checked(column, arrow):
+                value = scalar.as_py()
                 reached += 1
                 problem = ""
                 if value is not None and len(value) > MOST_BYTES:
@@ -33,6 +34,16 @@ def rows(source: Input, start: Place, field: str) -> Iterator[Record]:
     except arrow.ArrowException as error:
         why = printable(str(error), 200)
         raise HpczeroError(f"{source.path} cannot be read past row {reached:,}: {why}") from error
+
+
+def _checked(column: Any, arrow: Any) -> Any:
+    """Return the values as bytes; ArrowException where the file's offsets lead out of it."""
+    plain = column.type in (arrow.string(), arrow.large_string())
+    if not plain:  # a cast follows the offsets
+        column.validate(full=True)
+    found = column.cast(arrow.large_binary())
+    found.validate(full=True)
+    return found
 
 
 def _of_parquet(source: Input, start: int, field: str) -> Iterator[tuple[Any, int]]:
@@ -46,13 +57,16 @@ def _of_parquet(source: Input, start: int, field: str) -> Iterator[tuple[Any, in
         total = file.metadata.num_rows
         before = 0
         for group in range(file.num_row_groups):
-            here = file.metadata.row_group(group).num_rows
+            facts = file.metadata.row_group(group)
+            here = facts.num_rows
             skipped = min(here, max(0, start - before))
             before += here
             if skipped == here:
                 continue
             done = before - here
-            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[field]):
+            each = facts.total_byte_size // max(1, here)
+            few = max(1, min(_ROWS, _DECODED // max(1, each)))
+            for batch in file.iter_batches(few, row_groups=[group], columns=[field]):
                 left = batch.column(0).slice(skipped)
                 skipped -= len(batch) - len(left)
                 done += len(batch)

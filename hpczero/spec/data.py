@@ -11,8 +11,12 @@ class Source(Table):
     """A source of a mixture."""
 
     path: Line = key("stdlib", "changeable", "what data.source may be")
-    weight: float = key(1.0, "changeable", "its share of the samples, beside the others'", gt=0)
-    epochs: float = key(0.0, "changeable", "most times that it is read; 0: without end", ge=0)
+    weight: float = key(
+        1.0, "changeable", "its share of the samples, beside the others'", gt=1e-9, le=1e9
+    )
+    epochs: float = key(
+        0.0, "changeable", "most times that it is read; 0: without end", ge=0, le=1e6
+    )
 
 
 class Data(Table):
@@ -24,7 +28,7 @@ class Data(Table):
         '"stdlib" (text of Python\'s library), "synthetic", or the path of a token file or of '
         "tokens of Megatron-LM, datatrove or numpy",
     )
-    sources: Annotated[tuple[Source, ...], Field(strict=False, max_length=1000)] = key(
+    sources: Annotated[tuple[Source, ...], Field(strict=False, max_length=100)] = key(
         (),
         "changeable",
         "a mixture instead of data.source, a table [[data.sources]] for each of its sources: the "

@@ -8,6 +8,7 @@ from hpczero.spec.schema import Spec
 from hpczero.text import toml_repr
 
 _OF_MUON = ("momentum", "not_muon")
+_UNREAD = {"lion": ("eps",)}  # by others
 
 
 def _not_adamw(spec: Spec) -> Iterator[Contradiction]:
@@ -46,11 +47,10 @@ RULES = (_not_adamw, _power)
 def without_effect_of_optimizers(spec: Spec) -> list[str]:
     """Return the settings of an optimizer that another one does not read."""
     optimizer = spec.optimizer
-    if optimizer.name == "muon":
-        return []
+    unread = [*(_OF_MUON if optimizer.name != "muon" else ()), *_UNREAD.get(optimizer.name, ())]
     return [
         f"optimizer.{key} = {toml_repr(getattr(optimizer, key))} has no effect with "
-        f"optimizer.name = {toml_repr(optimizer.name)}: only muon reads it"
-        for key in _OF_MUON
+        f"optimizer.name = {toml_repr(optimizer.name)}, which does not read it"
+        for key in unread
         if getattr(optimizer, key) != getattr(Optimizer(), key)
     ]

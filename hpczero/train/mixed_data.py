@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.shard_file import Damaged
@@ -45,13 +46,30 @@ def continue_mixture(checkpoint: Checkpoint, spec: Spec, identity: dict[str, str
     """Take the record of the checkpoint over into a run's identity; return what has changed."""
     step = checkpoint.content.state.step
     batch = spec.train.global_batch
-    before = checkpoint.content.spec.get("train", {}).get("global_batch", batch)
+    seen = step * (samples_in_step(checkpoint.content.spec) or batch)
     try:
-        record, changes = continued(checkpoint.identity, identity, step * int(before), step * batch)
+        record, changes = continued(checkpoint.identity, identity, seen, step * batch)
     except (ValueError, TypeError) as error:
         raise Damaged(f"{checkpoint.folder}: {error}") from error
     identity.update(record)
     return changes
+
+
+def continued_loop(
+    there: Mapping[str, str], here: Mapping[str, str], steps: int, before: int, batch: int
+) -> tuple[dict[str, str], list[str]]:
+    """Do as `continued` for a loop of one's own, after steps of `before` samples (0: as now)."""
+    try:
+        return continued(there, here, steps * (before or batch), steps * batch)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"the checkpoint that the loop goes on from: {error}") from error
+
+
+def samples_in_step(spec: Mapping[str, Any]) -> int:
+    """Return `train.global_batch` of a checkpoint's spec; 0 if it says no such number."""
+    table = spec.get("train")
+    found = table.get("global_batch") if isinstance(table, dict) else None
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def continued(
@@ -68,21 +86,35 @@ def continued(
     new = MixtureRecord.from_text(here[MIXTURE])
     if MIXTURE in there:
         old = MixtureRecord.from_text(there[MIXTURE])
-        if _rule(old) == _rule(new):
+        if seen == begins and _rule(old) == _rule(new):
             return {MIXTURE: replace(old, names=new.names).as_text()}, []
-        counts = old.counts_at(seen)
+        counts = _in_windows_of(new, old, old.counts_at(seen))
     elif DATA in there:
         single = there[DATA]
-        old = MixtureRecord({single: "data.source"}, {single: 1.0}, {single: 0})
+        windows = new.windows.get(single, 0)
+        old = MixtureRecord({single: "data.source"}, {single: 1.0}, {single: 0}, {single: windows})
         counts = {single: seen}
     else:
         return {}, []
     return {MIXTURE: replace(new, first=begins, counts=counts).as_text()}, _changes(old, new)
 
 
+def _in_windows_of(
+    new: MixtureRecord, old: MixtureRecord, counts: Mapping[str, int]
+) -> dict[str, int]:
+    """Return counts in the windows that an epoch has now: as large a share of it as before."""
+    found = dict(counts)
+    for key, now in new.windows.items():
+        before = old.windows.get(key, now)
+        if key in found and before not in (0, now):
+            found[key] = round(found[key] * now / before)
+    return found
+
+
 def _rule(record: MixtureRecord) -> tuple[object, ...]:
     weights = dict(record.weights)
-    return list(weights), shares_of(list(weights.values())), dict(record.most)
+    shares = shares_of(list(weights.values()))
+    return list(weights), shares, dict(record.most), dict(record.windows)
 
 
 def _changes(old: MixtureRecord, new: MixtureRecord) -> list[str]:
@@ -94,12 +126,13 @@ def _changes(old: MixtureRecord, new: MixtureRecord) -> list[str]:
             lines.append(f"data.sources: {name} is new, with weight {new.weights[key]:g}")
         elif key not in new.weights:
             lines.append(f"data.sources: {name} is not read any more")
-        elif old.weights[key] != new.weights[key] or old.most[key] != new.most[key]:
+        elif _share(old, key) != _share(new, key):
             was, now = (_share(record, key) for record in (old, new))
             lines.append(f"data.sources: {name} had {was}, and has {now}")
     return lines
 
 
 def _share(record: MixtureRecord, key: str) -> str:
-    most = record.most[key]
-    return f"weight {record.weights[key]:g}" + (f" and at most {most:,} samples" if most else "")
+    most, windows = record.most[key], record.windows[key]
+    epochs = f" and at most {most / windows:.4g} epochs" if most and windows else ""
+    return f"weight {record.weights[key]:g}{epochs}"

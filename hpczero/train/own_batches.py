@@ -59,8 +59,9 @@ def batches(
     agreed = spec_of_all(spec, run.world)
     first = run.world.rank == 0
     source = run.world.run_on_all(lambda: open_source(agreed, run.world.broadcast_object, first))
-    samples = engine.steps * agreed.train.global_batch
-    source = as_recorded(source, run.reads(identity_of_data(source), samples))
+    batch = agreed.train.global_batch
+    identity = run.world.run_on_all(lambda: run.reads(identity_of_data(source), batch))
+    source = as_recorded(source, identity)
     of_rank = Batches(agreed, source, engine.rank, engine.size)
     if split == "validation":
         return _evaluation(of_rank, engine)

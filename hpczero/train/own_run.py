@@ -31,7 +31,7 @@ from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differ
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState, Position
 from hpczero.train.memory_account import Expected, MemoryAccount
-from hpczero.train.mixed_data import continued
+from hpczero.train.mixed_data import continued_loop, samples_in_step
 from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, by_name, refuse_unknown
@@ -69,6 +69,7 @@ class OwnRun:
         self._whole = True  # no load has failed since the last one that did not
         self._read: dict[str, str] = {}  # what data the loop reads, as a run's identity
         self._resumed: Mapping[str, str] = {}  # what data the loop had read before
+        self._goes_on = 0, 0  # after so many steps, of so many samples (0: as many as now)
         self._log = OwnLog(world.rank == 0, spec.checkpoint.on_error == "continue")
         self._claimed: Checkpoints | None = None
         self._requests: StopRequests | None = None
@@ -186,6 +187,7 @@ class OwnRun:
         self.jumps += 1
         self.changes += 1
         self._resumed = {} if loaded.weights_only else loaded.identity
+        self._goes_on = step, samples_in_step(loaded.content.spec)
         checkpoints.refresh_weights()
         restored = RestoredLoop(checkpoints, loaded, str(path))
         for warning in restored.take_over(generators):
@@ -195,15 +197,15 @@ class OwnRun:
             self._saved = self._values(step, loaded.loop.packed())
         return Position(step, loaded.loop.extra, path)
 
-    def reads(self, identity: Mapping[str, str], samples: int) -> Mapping[str, str]:
-        """Note what data the loop reads after so many samples; return it as it goes on.
+    def reads(self, identity: Mapping[str, str], batch: int) -> Mapping[str, str]:
+        """Note what data the loop reads, `batch` samples a step; return it as it goes on.
 
         InputError if the loop goes on from a run on others.
         """
         if problem := other_tokens(self._resumed, identity):
             raise InputError(f"the checkpoint that the loop goes on from {problem}")
-        record, changes = continued(self._resumed, identity, samples, samples)
-        for change in changes:
+        record, changes = continued_loop(self._resumed, identity, *self._goes_on, batch)
+        for change in changes if dict(self._read) != {**identity, **record} else ():
             self._log.warn(change)
         identity = {**identity, **record}
         self._read.update(identity)

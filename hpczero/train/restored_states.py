@@ -9,6 +9,7 @@ so, unless it is the optimizer's own: then it is another optimizer.
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from hpczero.errors import InputError
 from hpczero.parallel.replicas.local_steps import APART, JOINED
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.kernel_update import KernelUpdate
+from hpczero.parallel.zero.muon_update import MuonUpdate
 from hpczero.parallel.zero.unit import Unit
 from hpczero.text import first_few, join_words, printable
 from hpczero.train.saved_states import KEPT, common_states, replicas_in, slot_of_replica
@@ -120,6 +122,8 @@ class _Reader:
                 f"({printable(there_by, 40)}, and {update.name} goes on with those of {known}): "
                 "take that one, or begin another run with these weights alone (weights_only)"
             )
+        if isinstance(update, MuonUpdate) and there_by == update.name and isinstance(table, dict):
+            self._refuse_leavers(update, table.get("not_muon"))
         here = {slot.removeprefix(KEPT) for slot in common_states(self._engine, first)}
         here |= update.own_states(first).keys() | update.dealt_states(first).keys()
         there = {slot.rpartition("/")[2] for slot in self._number}
@@ -133,6 +137,18 @@ class _Reader:
                 f"{self._checkpoint.folder} has the states of another optimizer "
                 f"({_shown(there - own)}; here {_shown(here - own)}): take that one, or begin "
                 "another run with these weights alone (weights_only)"
+            )
+
+    def _refuse_leavers(self, update: MuonUpdate, patterns: Any) -> None:
+        """Raise InputError if Muon is to leave matrices to AdamW, whose second moments are 0."""
+        if not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns):
+            return
+        before = self._engine.settings.optimizer.model_copy(update={"not_muon": tuple(patterns)})
+        if left := update.left_by(before):
+            raise InputError(
+                f"optimizer.not_muon names matrices that {self._checkpoint.folder} has by Muon, "
+                f"without the second moments that AdamW needs ({first_few(left)}): leave them out, "
+                "or begin another run with these weights alone (weights_only)"
             )
 
     def _common(self, name: str) -> list[str]:

@@ -30,7 +30,7 @@ from hpczero.spec.schema import Spec
 from hpczero.spec.table import Role
 from hpczero.text import printable
 from hpczero.train.loop_state import LoopState
-from hpczero.train.mixed_data import DATA
+from hpczero.train.mixed_data import DATA, MIXTURE
 from hpczero.train.restored_states import restore_states
 from hpczero.train.run_directory import path_of
 
@@ -192,6 +192,11 @@ def refuse_another_run(checkpoint: Checkpoint, spec: Spec, identity: Mapping[str
 
 def other_tokens(there: Mapping[str, str], here: Mapping[str, str]) -> str:
     """Return what is wrong where a run goes on with other tokens; "" if it does not."""
+    if MIXTURE in there and DATA in here:
+        return (
+            "is a checkpoint of a run on a mixture, and data.source names a single source: name it "
+            "as the only one of [[data.sources]], which goes on where it was"
+        )
     if DATA not in there or DATA not in here or there[DATA] == here[DATA]:
         return ""
     was, now = printable(there[DATA], 80), printable(here[DATA], 80)
@@ -232,7 +237,7 @@ def other_data(content: Content, spec: Spec, step: int) -> list[str]:
     again = "sequences are cut anew, and some text comes once more before all has come"
     warnings = [f"{name} was {there[name]} and is {here[name]}: {again}" for name in cut]
     before, now = there["train.global_batch"], spec.train.global_batch
-    if not isinstance(before, int) or before == now or step == 0:
+    if not isinstance(before, int) or before == now or step == 0 or spec.data.sources:
         return warnings
     seen, begins = step * before, step * now
     what = f"samples {seen} to {begins - 1} are left out"

@@ -14,7 +14,8 @@ from typing import Any
 
 from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
 from hpczero.comm.world import World
-from hpczero.data.dataset import open_source
+from hpczero.data.dataset import NO_TOKENIZER, open_source
+from hpczero.data.plain_tokens import UNKNOWN
 from hpczero.errors import InputError, Stopped
 from hpczero.model import build, families
 from hpczero.model.shapes import Layer
@@ -209,7 +210,8 @@ def _identity(job: TrainingJob) -> dict[str, str]:
     rule = random.RULE if families.known(job.spec.model) else 0
     identity = identity_of(identity_of_data(job.source), rule)
     data = job.source.describe()
-    return identity | ({TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {})
+    is_known = data["tokenizer"] not in (NO_TOKENIZER, UNKNOWN)
+    return identity | ({TOKENIZER: data["tokenizer"]} if is_known else {})
 
 
 def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> tuple[int, Earlier]:

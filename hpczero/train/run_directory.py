@@ -312,7 +312,12 @@ def _same_run(path: Path, spec: Spec) -> Spec:
 
 
 def _refuse_difference(path: Path, old: Spec, spec: Spec) -> None:
-    other = [difference for difference in differences(old, spec) if difference.role == "identity"]
+    mixed = {"data.source"} if old.data.sources or spec.data.sources else set()
+    other = [
+        difference
+        for difference in differences(old, spec)
+        if difference.role == "identity" and difference.key not in mixed
+    ]
     if other:
         shown = "".join(f"\n  {difference}" for difference in other)
         advice = "give this run another name, or use --fresh to move that one aside"

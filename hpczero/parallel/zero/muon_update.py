@@ -13,7 +13,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from hpczero.optim.matrices import STEPS
+from hpczero.optim.matrices import STEPS, is_matrix
 from hpczero.parallel.layout import ParameterSlot
 from hpczero.parallel.zero.data_axis import AbsentGradients
 from hpczero.parallel.zero.kernel_update import AdamWSpan, AdamWUpdate
@@ -21,6 +21,7 @@ from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.update import Step
 from hpczero.parallel.zero.weights import Weights
 from hpczero.parallel.zero.whole_matrices import PieceOf, WholeMatrices
+from hpczero.spec.optimizer import Optimizer
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5: singular values end in 0.7 to 1.2
 _LENGTH = 0.2  # of AdamW's steps: the root of their mean square
@@ -53,6 +54,15 @@ class MuonUpdate(AdamWUpdate):
         self._shapes = self._whole.shapes
         self._now: Step | None = None  # None: it is left out
         self._orthogonal: dict[str, Tensor] = {}  # of matrices that this rank owns
+
+    def left_by(self, others: Optimizer) -> list[str]:
+        """Return the matrices of these options that are none here."""
+        return [
+            slot.parameter.name
+            for unit in self.units
+            for slot in unit.layout.slots
+            if is_matrix(slot.parameter, others) and slot.parameter.name not in self._shapes
+        ]
 
     def reads_on_host(self) -> bool:
         return True

@@ -5,17 +5,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import hpczero
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.comm.world import World
 from hpczero.data.dataset import SyntheticSource
+from hpczero.data.mixture import MixtureRecord
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
+from hpczero.train.mixed_data import MIXTURE
 from tests.support.own_loops import spec_of
 from tests.support.token_files import several_documents
 from tests.support.user_modules import made
@@ -123,6 +127,54 @@ def test_a_loop_does_not_go_on_with_other_data(world: World, shared_folder: str)
         assert len(list(hpczero.data.batches(spec, engine))) == 3
         with pytest.raises(InputError, match="is a checkpoint of a run on other data"):
             hpczero.data.batches(spec | {"seed": 2}, engine)
+
+
+def mixture_at(folder: Path) -> MixtureRecord:
+    """Return the record of the mixture in the run's newest checkpoint."""
+    [newest] = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1:]
+    with Checkpoint.open(newest) as checkpoint:
+        return MixtureRecord.from_text(checkpoint.identity[MIXTURE])
+
+
+def test_an_evaluation_leaves_alone_where_a_mixture_is(world: World, shared_folder: str) -> None:
+    """Weights change at a resume, and the loop evaluates some steps later."""
+    folder = Path(shared_folder)
+    if world.rank == 0:
+        for name, first in (("a", 0), ("b", 100)):
+            np.save(folder / f"{name}.npy", np.arange(3000, dtype="<u2") % 100 + first)
+    world.everyone.barrier()
+
+    def mixed(weight: float, steps: int) -> dict[str, Any]:
+        weights = {"a": weight, "b": 1.0}
+        sources = [
+            {"path": str(folder / f"{name}.npy"), "weight": share}
+            for name, share in weights.items()
+        ]
+        train = SPEC["train"] | {"steps": steps}
+        return SPEC | {
+            "name": "run",
+            "output": shared_folder,
+            "data": {"sources": sources},
+            "train": train,
+        }
+
+    def trained(spec: dict[str, Any], until: int, evaluate_at: int = -1) -> None:
+        with hpczero.initialize(made(Bigrams), spec, world) as engine:
+            engine.resume()
+            for step in hpczero.data.batches(spec, engine):
+                engine.backward(sum(engine(batch) for batch in step) / step.weight)
+                engine.step()
+                if engine.steps == evaluate_at:
+                    list(hpczero.data.batches(spec, engine, "validation"))
+                if engine.steps == until:
+                    break
+            engine.save(wait=True)
+
+    trained(mixed(1.0, 8), 8)
+    trained(mixed(3.0, 20), 16, evaluate_at=13)
+    found = mixture_at(folder)
+    assert (found.first, list(found.counts.values())) == (40, [20, 20])
+    assert list(found.counts_at(80).values()) == [20 + 30, 20 + 10]
 
 
 def test_batches_are_of_the_steps_that_the_loop_is_at(world: World, shared_folder: str) -> None:

@@ -158,3 +158,20 @@ def test_epochs_that_end_before_the_steps_are_refused_before_the_first(folder: P
     assert "their epochs end after" in told
     assert "data.sources: their epochs allow" in said
     assert said.count("epochs allow") == 1, "one message"
+
+
+def test_a_run_on_one_source_goes_on_with_several_and_not_back(folder: Path) -> None:
+    head, _, rest = SPEC.partition("[[data.sources]]")
+    single = head + 'source = "own.h5"\n' + rest[rest.index("[train]") :]
+    (folder / "spec.toml").write_text(single)
+    try:
+        run(folder, 1, "grown", "--set", "train.steps=5")
+        (folder / "spec.toml").write_text(SPEC)
+        said = run(folder, 2, "grown", "--set", "train.steps=10")
+        assert "data.sources: megatron.idx is new, with weight 0.2" in said
+        assert len(losses(folder, "grown")) == 10
+        (folder / "spec.toml").write_text(single)
+        refused = run(folder, 1, "grown", code=2)
+    finally:
+        (folder / "spec.toml").write_text(SPEC)
+    assert "is a checkpoint of a run on a mixture" in refused

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpczero.cli import main
@@ -25,6 +26,17 @@ def build(folder: Path, *words: str) -> int:
 def parquet_file(path: Path, values: list[bytes | None]) -> None:
     texts = pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
     parquet.write_table(pa.table({"text": texts}), path)
+
+
+def lead_out(path: Path) -> None:
+    """Write four texts, of which the file says that the last one is much longer."""
+    table = pa.table({"text": ["abcdefgh"] * 4})
+    with pa.ipc.new_stream(str(path), table.schema) as file:
+        file.write_table(table)
+    content = path.read_bytes()
+    offsets = np.arange(0, 40, 8, dtype="<i4").tobytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, offsets[:-4] + np.array(4000, "<i4").tobytes()))
 
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
@@ -104,6 +116,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
         ),
         1,
         "a.parquet cannot be read past row 0: ",
+    ),
+    "offsets that lead out of the file": (
+        "a.arrow",
+        lambda path: lead_out(path),
+        1,
+        "a.arrow cannot be read past row 0: ",
     ),
     "no table": ("a.arrow", lambda path: path.write_bytes(b"text\n" * 99), 1, "past row 0: "),
 }

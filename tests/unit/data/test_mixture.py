@@ -160,6 +160,43 @@ def test_a_run_on_one_source_goes_on_with_several(files: list[Path]) -> None:
     assert continued({DATA: "other"}, here, 40, 40)[1][0].endswith("is not read any more")
 
 
+def test_other_batches_go_on_where_the_sources_were(files: list[Path]) -> None:
+    """Weights have changed once, and then the batch becomes smaller: nothing comes twice."""
+    before, after = spec_of(files[:2], (0.5, 0.5)), spec_of(files[:2], (0.75, 0.25))
+    first, _ = continued(
+        identity_of_data(mixture(before)), identity_of_data(mixture(after)), 80, 80
+    )
+    found, changes = continued(first, identity_of_data(mixture(after)), 160, 40)
+    assert not changes
+    record = MixtureRecord.from_text(found[MIXTURE])
+    assert record.first == 40
+    assert list(record.counts.values()) == [40 + 60, 40 + 20]
+    with pytest.raises(ValueError, match="from sample 80 on, and 79 have been read"):
+        continued(first, identity_of_data(mixture(before)), 79, 79)
+
+
+@pytest.mark.parametrize("times", [0.5, 2])
+def test_epochs_are_as_long_in_other_sequences(files: list[Path], times: float) -> None:
+    """Half an epoch that has been read is half an epoch of sequences of another length."""
+    spec = spec_of(files[:2], (0.5, 0.5), epochs=1.0)
+    old = mixture(spec)
+    windows = [part.source.windows("train") for part in old.parts()]
+    seen = windows[0]  # half of the first, as the second is no shorter
+    length = int(SEQ * times)
+    other = spec.model_copy(update={"model": spec.model.model_copy(update={"seq_len": length})})
+    new = mixture(other)
+    found, changes = continued(identity_of_data(old), identity_of_data(new), seen, seen)
+    assert not changes
+    record = MixtureRecord.from_text(found[MIXTURE])
+    for part, count, before in zip(new.parts(), record.counts.values(), windows, strict=True):
+        share = seen / 2 / before
+        assert count / part.source.windows("train") == pytest.approx(share, abs=0.02)
+    resumed = as_recorded(new, found)
+    assert isinstance(resumed, Mixture)
+    left = sum(part.source.windows("train") for part in new.parts()) - sum(record.counts.values())
+    assert resumed.end == seen + left
+
+
 def test_shorter_sequences_keep_the_shares(files: list[Path]) -> None:
     spec = spec_of(files[:3])
     shorter = mixture(spec).of_length(SEQ // 2)
@@ -219,7 +256,14 @@ def test_what_cannot_be_mixed_is_refused(files: list[Path], tmp_path: Path) -> N
         mixture(spec_of(files[:2], (1, 1), epochs=1e-9))
 
 
-RECORD = {"names": {"a": "a"}, "weights": {"a": 1.0}, "most": {"a": 0}, "first": 0, "counts": {}}
+RECORD = {
+    "names": {"a": "a"},
+    "weights": {"a": 1.0},
+    "most": {"a": 0},
+    "windows": {"a": 9},
+    "first": 0,
+    "counts": {},
+}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +272,8 @@ RECORD = {"names": {"a": "a"}, "weights": {"a": 1.0}, "most": {"a": 0}, "first":
     + [
         json.dumps(RECORD | change)
         for change in (
-            {"names": {}, "weights": {}, "most": {}},
+            {"names": {}, "weights": {}, "most": {}, "windows": {}},
+            {"windows": {"b": 9}},
             {"weights": {"a": 0}},
             {"weights": {"a": True}},
             {"most": {"a": -1}},

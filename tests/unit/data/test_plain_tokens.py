@@ -1,6 +1,7 @@
 """Tokens that others wrote are read where they lie: the same windows as in a token file."""
 
 import os
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -161,7 +162,50 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a torn array": (lambda folder: cut(write_numpy(folder / "a.npy", "<u2"), 2), "cut short"),
     "no array": (lambda folder: changed(write_numpy(folder / "a.npy", "<u2"), 1, b"x"), "no array"),
     "an array of floats": (lambda folder: write_numpy(folder / "a.npy", "<f4"), "holds float32"),
+    "a header that is no Python": (
+        lambda folder: changed(write_numpy(folder / "a.npy", "<u2"), 10, b"{'descr': (((((("),
+        "no array",
+    ),
+    "an array of a negative length": (
+        lambda folder: changed(
+            write_numpy(folder / "a.npy", "<u2"),
+            10,
+            b"{'descr': '<u2', 'fortran_order': False, 'shape': (-5,), }   ",
+        ),
+        "tokens are whole numbers",
+    ),
+    "one document that ends nowhere": (
+        lambda folder: changed(folder_of(folder, ".index"), 8 * 320, struct.pack("<q", 10**9)),
+        "its index is damaged",
+    ),
 }
+
+
+def test_a_single_file_of_datatrove_is_read(tmp_path: Path) -> None:
+    write_datatrove(tmp_path / "text", [TEXTS])
+    whole = open_source(spec_of(tmp_path / "text"), alone)
+    one = open_source(spec_of(tmp_path / "text" / "00000_unshuffled.ds"), alone)
+    assert one.describe()["tokens"] == whole.describe()["tokens"]
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    path = write_datatrove(tmp_path / "text", [[text] for text in TEXTS[:60]])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (110, before[1]))
+    try:
+        tokens = open_plain_tokens(path, 0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert sum(len(split) for split in tokens.splits.values()) == sum(map(len, TEXTS[:60]))
+
+
+def test_a_token_that_also_stands_inside_of_documents_ends_none(tmp_path: Path) -> None:
+    """Texts that end with a new line, as many do, and have others."""
+    texts = [[1, 2, 10, 3, number % 7, 10] for number in range(400)]
+    path = write_megatron(tmp_path / "text", texts)
+    assert open_plain_tokens(path, 0.1).end_of_document is None
+    with pytest.raises(InputError, match='"masked" needs documents that end with one token'):
+        open_source(spec_of(path, documents="masked"), alone)
 
 
 @pytest.mark.parametrize("wrong", WRONG)

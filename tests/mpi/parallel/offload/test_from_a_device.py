@@ -22,7 +22,11 @@ def offloaded(spec: Spec, offload: str) -> Spec:
 
 
 def selection(ranks: int, everything: bool = False) -> list[Case]:
-    chosen = factors(ranks) | {"piece": [1024, offloaded_adamw.PIECE], "files": [False, True]}
+    chosen = factors(ranks) | {
+        "piece": [1024, offloaded_adamw.PIECE],
+        "files": [False, True],
+        "optimizer": ["adamw"],
+    }
     return covering(chosen | {"family": ["gpt"], "shared": [False]}, (), possible)
 
 

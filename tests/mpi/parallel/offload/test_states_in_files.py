@@ -36,7 +36,7 @@ def with_memory(spec: Spec, **how: Any) -> Spec:
 
 
 def selection(ranks: int, everything: bool = False) -> list[Case]:
-    chosen = factors(ranks) | {"piece": [SMALL, offloaded_adamw.PIECE]}
+    chosen = factors(ranks) | {"piece": [SMALL, offloaded_adamw.PIECE], "optimizer": ["adamw"]}
     chosen["family"] = ["gpt", "relative"]
     chosen |= {"recompute": ["none", "selective", "block"], "partition": [False, True]}
     chosen |= {"rows": [0, 7]}  # of the loss by pieces, which rounds otherwise

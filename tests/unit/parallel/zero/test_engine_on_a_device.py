@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from hpczero.device import Device  # noqa: E402  # needs torch
 from hpczero.model import build, families  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
+from hpczero.parallel.zero import kernel_update  # noqa: E402
 from hpczero.parallel.zero import reduce as reduction  # noqa: E402
-from hpczero.parallel.zero import update  # noqa: E402
 from hpczero.parallel.zero.buffers import Loan, Loans  # noqa: E402
 from hpczero.parallel.zero.engine import Engine  # noqa: E402
 from hpczero.parallel.zero.engine_settings import EngineSettings  # noqa: E402
@@ -105,7 +105,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
         happened.append("adamw")
         given.append([state.master, state.moment1, state.moment2, state.gradient, scalars.values])
 
-    monkeypatch.setattr(update, "adamw", adamw)
+    monkeypatch.setattr(kernel_update, "adamw", adamw)
     monkeypatch.setattr(Loans, "lend", lend)
     monkeypatch.setattr(
         Unit, "fill_owned", lambda unit, fill: unit.weights_from_master()
