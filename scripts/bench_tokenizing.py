@@ -80,7 +80,8 @@ def tables(text: Path, target: Path) -> None:
     lines = "".join(
         json.dumps({"text": one}) + "\n" for part in documents[::2] for one in part if one
     )
-    safe_files.write(target / "lines.jsonl.zst", zstd.compress(lines.encode()))
+    with safe_files.written_whole(target / "lines.jsonl.zst") as file:
+        file.write(zstd.compress(lines.encode()))
     rows = [one for part in documents[1::2] for one in part if one]
     pyarrow.parquet.write_table(pyarrow.table({"text": rows}), target / "rows.parquet")
 
