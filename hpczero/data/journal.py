@@ -1,4 +1,4 @@
-"""What a build goes by and how far it is: its recipe, and the journal from which it is resumed."""
+"""A build's recipe, and the journal from which it is resumed."""
 
 import json
 import os

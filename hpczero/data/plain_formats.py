@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """What the files are, before anything of their tokens is read."""
+    """The kind and the extent of files, before anything of their tokens is read."""
 
     form: str
     dtype: np.dtype

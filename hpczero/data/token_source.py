@@ -1,4 +1,4 @@
-"""What a run reads: windows of tokens, whatever they are stored in (pure)."""
+"""Windows of tokens, as a run reads them from whatever they are stored in (pure)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

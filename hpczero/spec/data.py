@@ -57,5 +57,5 @@ class Data(Table):
 
     @property
     def paths(self) -> list[str]:
-        """What data.source is, or the sources of the mixture."""
+        """The value of data.source, or the paths of the mixture."""
         return [source.path for source in self.sources] or [self.source]

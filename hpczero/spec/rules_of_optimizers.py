@@ -12,7 +12,7 @@ _UNREAD = {"lion": ("eps",)}  # by others
 
 
 def _not_adamw(spec: Spec) -> Iterator[Contradiction]:
-    """What is for AdamW alone."""
+    """Refuse beside other optimizers the settings that are for AdamW alone."""
     name = spec.optimizer.name
     if name in ("adamw", "one_bit_adam"):
         return

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hpczero.model.shapes import Parameter
 from hpczero.optim.matrices import is_matrix, operations, owners
 from hpczero.parallel.layout import ParameterSlot, Slices, UnitLayout, tensor_part
 from hpczero.spec.optimizer import Optimizer
@@ -73,16 +72,6 @@ def places(units: Sequence[UnitLayout], optimizer: Optimizer, ranks: Ranks) -> l
     costs = [operations(slot.parameter) for slots in found for slot in slots]
     dealt = iter(owners(costs, ranks.data * ranks.tensor))
     return [[Place(slot, *divmod(next(dealt), ranks.tensor)) for slot in slots] for slots in found]
-
-
-def owned(found: Sequence[Sequence[Place]], data: int, tensor: int) -> list[Parameter]:
-    """Return the parameters that a rank owns."""
-    return [
-        place.slot.parameter
-        for of_unit in found
-        for place in of_unit
-        if (place.data, place.tensor) == (data, tensor)
-    ]
 
 
 def temporary_bytes(

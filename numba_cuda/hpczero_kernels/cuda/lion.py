@@ -55,15 +55,17 @@ def update(
     load(g, gradient, gradient_precision, index, left, is_aligned)
     load(m, moment, FP32, index, left, is_aligned)
     load(w, master, FP32, index, left, is_aligned)
-    lr = scalar(scalars, LR)
+    scale, lr = scalar(scalars, GRADIENT_SCALE), scalar(scalars, LR)
+    beta1, rest1 = scalar(scalars, BETA1), scalar(scalars, ONE_MINUS_BETA1)
+    beta2, rest2 = scalar(scalars, BETA2), scalar(scalars, ONE_MINUS_BETA2)
     keep = float32(1.0) - lr * decay
     for i in range(EIGHT):
-        scaled = g[i] * scalar(scalars, GRADIENT_SCALE)
-        mixed = scalar(scalars, BETA1) * m[i] + scalar(scalars, ONE_MINUS_BETA1) * scaled
+        scaled = g[i] * scale
+        mixed = beta1 * m[i] + rest1 * scaled
         length = lr if mixed > float32(0.0) else float32(0.0)
         length = -lr if mixed < float32(0.0) else length
         w[i] = keep * w[i] - length
-        m[i] = scalar(scalars, BETA2) * m[i] + scalar(scalars, ONE_MINUS_BETA2) * scaled
+        m[i] = beta2 * m[i] + rest2 * scaled
     store(m, moment, FP32, index, left, is_aligned)
     store(w, master, FP32, index, left, is_aligned)
     if weights_precision != NO_WEIGHTS:

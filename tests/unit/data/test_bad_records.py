@@ -1,4 +1,4 @@
-"""What is wrong with a corpus is one message with its file and line, and nothing half-built."""
+"""A mistake in a corpus is one message with its file and line, and nothing is half-built."""
 
 import gzip
 import json

@@ -119,7 +119,7 @@ def test_a_run_goes_on_with_the_same_samples(files: list[Path], step: int) -> No
 
 
 def test_another_source_comes_with_the_next_sample_and_is_told(files: list[Path]) -> None:
-    """What the others have been read stays: nothing of them comes twice."""
+    """The counts of the others stay: nothing of them comes twice."""
     before, after = spec_of(files[:3]), spec_of(files, (0.7, 0.1, 0.1, 0.1))
     old, step = mixture(before), 50
     record, changes = continued(
