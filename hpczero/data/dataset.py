@@ -22,19 +22,20 @@ from hpczero import env
 from hpczero.data.build import build_in_one_go, build_token_file
 from hpczero.data.corpus import Corpus, find
 from hpczero.data.documents import Cut, Pieces, cut_after, read_piece
+from hpczero.data.hashes import below, mix_all
 from hpczero.data.journal import BUILDER, Recipe
 from hpczero.data.mixture import mixture_of
+from hpczero.data.objective import masking_of
 from hpczero.data.plain_formats import is_plain
 from hpczero.data.plain_source import open_plain_source
 from hpczero.data.raw_files import writing
 from hpczero.data.token_file import TokenFile, open_token_file
-from hpczero.data.token_source import TokenSource
-from hpczero.data.tokenizer import tokenizer
+from hpczero.data.token_source import NO_TOKENIZER, TokenSource
+from hpczero.data.tokenizer import Tokenizer, tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec
 
-NO_TOKENIZER = "none"  # of random tokens
 _SYNTHETIC_WINDOWS = {"train": 2**31, "validation": 2**20}
 _SYNTHETIC_SALT = {"train": 1 << 63, "validation": 0}  # a seed has 63 bits
 _WORK_PREFIX = ".building-"
@@ -56,16 +57,19 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     library = None
     if "stdlib" in spec.data.paths:  # before anything that may fail on one rank alone
         library = _shared_library(spec, share, is_builder)
-    if not spec.data.sources:
-        return _opened(spec, library)
-    opened = [_opened(spec.of_source(one), library) for one in spec.data.sources]
-    return mixture_of(spec, opened)
+    if spec.data.sources:
+        opened = [_opened(spec.of_source(one), library) for one in spec.data.sources]
+        source: TokenSource = mixture_of(spec, opened)
+    else:
+        source = _opened(spec, library)
+    masking_of(spec, source)  # refuses what cannot be masked
+    return source
 
 
 def _opened(spec: Spec, library: Path | None) -> TokenSource:
     """Open the source that `data.source` names; `library`: the token file of "stdlib"."""
     if spec.data.source == "synthetic":
-        return SyntheticSource(spec.seed, spec.model.vocab, spec.seq_len)
+        return SyntheticSource(spec.seed, spec.model.vocab, spec.text_len)
     if spec.data.source == "stdlib":
         assert library
         return _checked(open_token_file(library), spec)
@@ -97,7 +101,7 @@ def _shared_library(spec: Spec, share: Callable[[Any], Any], is_builder: bool) -
 
 def _checked(file: TokenFile, spec: Spec) -> TokenSource:
     refuse_unfit(file, spec)
-    return FileSource(file, spec.seq_len, spec.data.documents)
+    return FileSource(file, spec.text_len, spec.data.documents)
 
 
 def refuse_unfit(file: TokenFile, spec: Spec) -> None:
@@ -118,9 +122,9 @@ def refuse_unfit(file: TokenFile, spec: Spec) -> None:
         shorter = ""
     else:
         length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
-        needs = f"a sequence needs {spec.seq_len + 1} ({length} + 1)"
+        needs = f"a sequence needs {spec.text_len + 1} ({length} = {spec.seq_len})"
         can_train, can_validate = (
-            len(split.tokens) > spec.seq_len for split in (train, validation)
+            len(split.tokens) > spec.text_len for split in (train, validation)
         )
         shorter = f", or a shorter {length}"
     if not can_train:
@@ -187,6 +191,9 @@ class FileSource(TokenSource):
     def unigram_entropy(self, split: str) -> float:
         return self._file.splits[split].entropy()
 
+    def tokenizer(self) -> Tokenizer:
+        return self._file.made_with()
+
     def describe(self) -> dict[str, Any]:
         return self._file.describe()
 
@@ -215,9 +222,8 @@ class SyntheticSource(TokenSource):
         assert 0 <= window < self.windows(split), (split, window)
         start = window * self._seq_len
         positions = np.arange(start, start + self._seq_len + 1, dtype=np.uint64)
-        key = _mix(np.array([self._seed ^ _SYNTHETIC_SALT[split]], dtype=np.uint64))
-        halves = _mix(positions ^ key) >> np.uint64(32)
-        out[:] = (halves * np.uint64(self.vocabulary)) >> np.uint64(32)
+        key = mix_all(np.array([self._seed ^ _SYNTHETIC_SALT[split]], dtype=np.uint64))
+        out[:] = below(mix_all(positions ^ key), self.vocabulary)
 
     def unigram_entropy(self, split: str) -> float:
         return math.log(self.vocabulary)
@@ -234,14 +240,6 @@ class SyntheticSource(TokenSource):
             "documents": dict.fromkeys(tokens, 1),
             "fingerprint": f"synthetic-{self._seed}-{self.vocabulary}",
         }
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Map 64-bit values one to one to well-mixed ones: SplitMix64's step."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
 
 
 # The Python library's text.

@@ -21,6 +21,7 @@ from hpczero.data.plain_tokens import UNKNOWN
 from hpczero.data.samples import window
 from hpczero.data.source_order import SourceOrder, shares_of
 from hpczero.data.token_source import Part, TokenSource
+from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 from hpczero.text import printable
@@ -124,7 +125,7 @@ def mixture_of(spec: Spec, sources: Sequence[TokenSource]) -> "Mixture":
         for said, source in zip(spec.data.sources, sources, strict=True)
     ]
     _refuse_unmixable(ingredients)
-    return Mixture(ingredients, spec.seq_len, recorded(ingredients))
+    return Mixture(ingredients, spec.text_len, recorded(ingredients))
 
 
 def _refuse_unmixable(ingredients: Sequence[Ingredient]) -> None:
@@ -237,6 +238,10 @@ class Mixture(TokenSource):
             "fingerprint": xxhash.xxh3_128_hexdigest(self.record.as_text().encode()),
             "sources": facts,
         }
+
+    def tokenizer(self) -> Tokenizer | None:
+        known = (one.source.tokenizer() for one in self.ingredients)
+        return next((one for one in known if one), None)
 
     def parts(self) -> list[Part]:
         total = sum(one.weight for one in self.ingredients)

@@ -63,21 +63,21 @@ def open_plain_source(path: Path, spec: Spec) -> PlainSource:
 
 
 def plain_source(tokens: PlainTokens, spec: Spec) -> PlainSource:
-    return PlainSource(tokens, spec.seq_len, spec.model.vocab, spec.data.documents)
+    return PlainSource(tokens, spec.text_len, spec.model.vocab, spec.data.documents)
 
 
 def refuse_unfit_tokens(tokens: PlainTokens, spec: Spec) -> None:
     refuse_unreadable_tokens(tokens, spec)
     path = tokens.path
     length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
-    needs = f"a sequence needs {spec.seq_len + 1} ({length} + 1)"
+    needs = f"a sequence needs {spec.text_len + 1} ({length} = {spec.seq_len})"
     train, validation = (len(tokens.splits[split]) for split in ("train", "validation"))
-    if train <= spec.seq_len:
+    if train <= spec.text_len:
         raise InputError(
             f"{path} has {train:,} tokens to train on, {needs}: use more text, "
             f"or a shorter {length}"
         )
-    if spec.train.eval_batches and validation <= spec.seq_len:
+    if spec.train.eval_batches and validation <= spec.text_len:
         raise InputError(
             f"{path} has {validation:,} tokens for validation, {needs}: set a larger "
             "data.validation_fraction, or train.eval_batches = 0 "

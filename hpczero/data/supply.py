@@ -56,7 +56,7 @@ def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
 
     A file that is not here may be where the job runs, unless it `must_be_here`.
     """
-    wanted = spec.train.steps * spec.train.global_batch * spec.seq_len
+    wanted = spec.train.steps * spec.train.global_batch * spec.text_len
     if spec.data.sources:
         return _of_mixture(spec, wanted, must_be_here)
     if spec.data.source == "synthetic":
@@ -106,7 +106,7 @@ def _early_end(spec: Spec, found: "Mapping[str, Supply]") -> str:
     """Return after how many samples the epochs of a new run's sources end, if the steps do not."""
     from hpczero.data.source_order import SourceOrder, shares_of
 
-    windows = [max(0, there.train - 1) // spec.seq_len for there in found.values()]
+    windows = [max(0, there.train - 1) // spec.text_len for there in found.values()]
     if not all(windows) or spec.data.documents == "padded":  # not known
         return ""
     sources = spec.data.sources

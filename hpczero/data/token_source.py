@@ -8,6 +8,9 @@ import numpy as np
 
 from hpczero.data.documents import Cut
 from hpczero.data.samples import window
+from hpczero.data.tokenizer import Tokenizer
+
+NO_TOKENIZER = "none"  # of random tokens
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class TokenSource(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Facts for the run's record."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer of the text; None if it is not known, or there is no text."""
+        return None
 
     def parts(self) -> Sequence[Part]:
         """Return the sources of a mixture; a single one is its only part, without a name."""

@@ -24,9 +24,10 @@ JSON, SETTINGS, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "toke
 FILES = (JSON, SENTENCEPIECE, SETTINGS)
 MOST_BYTES = 128 << 20  # of a tokenizer's file
 # Names under which published tokenizers have the token that ends a document.
-_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>", "[SEP]")
 _MOST_IDS = 1 << 24  # each is counted, and has a row in the model's embedding
 _SHOWN = 12
+_SPACES = ("\u2581", "\u0120", "\u010a")  # a space or newline, as vocabularies write it
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -53,6 +54,9 @@ class Tokenizer(Protocol):
         -1: what an unknown word was. A space that a tokenizer puts before a text counts.
         """
 
+    def continues(self) -> Tokens | None:
+        """Return for each id if it goes on with the word before it; None where it is not known."""
+
 
 class ByteTokenizer:
     """Ids 0–255 are the bytes of the text in UTF-8; 256 ends a document."""
@@ -75,6 +79,10 @@ class ByteTokenizer:
 
     def bytes_of_ids(self) -> Tokens | None:
         return np.array([1] * 256 + [0])
+
+    def continues(self) -> Tokens | None:
+        """Letters and digits, and bytes of other scripts, go on with a word."""
+        return np.array([byte > 127 or bytes([byte]).isalnum() for byte in range(256)] + [False])
 
 
 class JsonTokenizer:
@@ -132,6 +140,20 @@ class JsonTokenizer:
             sizes[unknown] = -1
         return sizes
 
+    def continues(self) -> Tokens | None:
+        """Known of WordPiece, and of vocabularies in which a word begins with its space."""
+        decoders = _decoders(self.files[JSON])
+        ids = self._made.get_vocab(with_added_tokens=True)
+        added = self._made.get_added_tokens_decoder()
+        begins = _SPACES if decoders & {"ByteLevel", "Metaspace", "ByteFallback"} else ()
+        if not begins and "WordPiece" not in decoders:
+            return None
+        found = np.zeros(self.vocabulary, np.bool_)
+        for token, number in ids.items():
+            goes_on = not token.startswith(begins) if begins else token.startswith("##")
+            found[number] = goes_on and number not in added
+        return found
+
 
 class SentencePieceTokenizer:
     """A model of SentencePiece."""
@@ -176,6 +198,15 @@ class SentencePieceTokenizer:
         ]
         sizes[made.unk_id()] = -1
         return np.array(sizes, np.int64)
+
+    def continues(self) -> Tokens | None:
+        made = self._made
+        return np.array(
+            [
+                not (made.is_control(at) or made.id_to_piece(at).startswith(_SPACES))
+                for at in range(self.vocabulary)
+            ]
+        )
 
 
 def tokenizer(source: str, end_of_document: str | int | None = None) -> Tokenizer:

@@ -31,6 +31,7 @@ class AttentionCore(nn.Module):
         self.cap = model.attention_cap
         self.scale = model.query_scale or None
         self.rule = rule_of(model, layer)
+        self.causal = shapes.is_causal(model)
         self._dense = operations.attention
         self._in_blocks = operations.block_sparse_attention
 
@@ -44,7 +45,8 @@ class AttentionCore(nn.Module):
             layout = self._layout(self.rule, query.shape[2])
             given = layout, batch.documents, self.cap, self.scale
             return self._in_blocks(query, key, value, *given)
-        return self._dense(query, key, value, batch.documents, self.window, self.cap, self.scale)
+        reach = batch.documents, self.window, self.cap, self.scale, self.causal
+        return self._dense(query, key, value, *reach)
 
     def _of_next(self, query: Tensor, keys: Tensor, values: Tensor, cache: KeyValueCache) -> Tensor:
         """Return what the queries of the tokens that come next see of those before, and of them."""

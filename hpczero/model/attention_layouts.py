@@ -22,6 +22,7 @@ from itertools import chain
 from typing import Any
 
 from hpczero.hashing import mix
+from hpczero.model import shapes
 from hpczero.spec.model import Model
 
 Row = tuple[int, ...]
@@ -103,6 +104,7 @@ def rule_of(model: Model, layer: int) -> LayoutRule | None:
         read["global"],
         read["random"],
         differ,
+        shapes.is_causal(model),
     )
 
 

@@ -20,6 +20,10 @@ class MicroBatch:
     is there where a sample is one document: positions 0, 1, ... and weights 1.
 
     With a `cache` the tokens follow those that are in it.
+
+    Where tokens are masked, the targets [samples, targets] are those at the `places` of the same
+    shape, and a place that is not used has weight 0. `segments` [samples, seq] are 1 at the tokens
+    of a second sentence; `labels` [samples]: 1 where the two do not follow one another.
     """
 
     tokens: torch.Tensor
@@ -32,6 +36,9 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     cache: KeyValueCache | None = None
+    places: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
 
     def on(self, device: Device) -> "MicroBatch":
         def put(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -44,6 +51,9 @@ class MicroBatch:
             samples=device.put(self.samples),
             positions=put(self.positions),
             weights=put(self.weights),
+            places=put(self.places),
+            segments=put(self.segments),
+            labels=put(self.labels),
         )
 
     @property
@@ -53,7 +63,7 @@ class MicroBatch:
 
     @property
     def token_count(self) -> int:
-        return self.targets.numel()
+        return self.tokens.numel()
 
     @property
     def loss_weight(self) -> float:

@@ -5,7 +5,7 @@ a cache from one operation to the next.
 """
 
 from hpczero.model.attention_layouts import density, rule_of, rules_of
-from hpczero.model.shapes import Layer, head_dim, index_of, window
+from hpczero.model.shapes import Layer, head_dim, index_of, is_causal, window
 from hpczero.model.work import Core, LayerWork, Pass, Product, WorkLayout, visible_keys
 from hpczero.spec.schema import Model
 
@@ -27,29 +27,39 @@ def of_embedding(model: Model, layout: WorkLayout) -> LayerWork:
 
 def of_head(model: Model, layout: WorkLayout) -> LayerWork:
     """The last norm, the logits and the loss; by pieces all but the norm is done in backward."""
-    vocab = layout.share(model.vocab)
-    logits = layout.tokens * vocab
     stream = layout.element * layout.rows * model.hidden
+    loss = of_logits(model, layout, layout.tokens)
+    forward = Pass(bytes=2 * stream, launches=1)
+    backward = loss.backward + Pass(bytes=4 * stream)
+    if layout.by_pieces:
+        product = loss.forward.products[0]
+        moved = Pass(product.backward + loss.forward.products, (), loss.forward.bytes, 4)
+        return LayerWork(forward, moved + backward)
+    return LayerWork(forward + loss.forward, backward)
+
+
+def of_logits(model: Model, layout: WorkLayout, targets: float) -> LayerWork:
+    """The logits of so many targets, and their loss."""
+    vocab = layout.share(model.vocab)
+    logits = targets * vocab
     by_kernel = "cross_entropy" in layout.kernels or layout.tensor > 1
     per_logit = _LOSS_OF_PYTORCH
     if by_kernel:
         per_logit = (_LOSS_OF_KERNEL[0] * layout.element, _LOSS_OF_KERNEL[1] * layout.element)
     caps = 2 * layout.element * logits if model.logit_cap else 0.0
-    product = Pass((Product(layout.tokens, vocab, model.hidden),))
-    loss = Pass(bytes=per_logit[0] * logits + caps, launches=3)
-    gradient = Pass(bytes=per_logit[1] * logits + caps + 4 * stream, launches=8)
-    norm = Pass(bytes=2 * stream, launches=1)
-    if layout.by_pieces:
-        moved = Pass(product.products[0].backward + product.products, (), loss.bytes, 4)
-        return LayerWork(norm, moved + gradient)
-    return LayerWork(norm + product + loss, gradient)
+    product = Product(targets, vocab, model.hidden)
+    return LayerWork(
+        Pass((product,), (), per_logit[0] * logits + caps, 3),
+        Pass(bytes=per_logit[1] * logits + caps, launches=8),
+    )
 
 
 def core(model: Model, layer: Layer, layout: WorkLayout, heads: int) -> Core:
     """Attention of a block's heads."""
     index = index_of(layer)
     seq = layout.seq_len
-    visible = visible_keys(seq, window(model, index)) * _share(model, index, seq)
+    visible = visible_keys(seq, window(model, index)) if is_causal(model) else seq
+    visible *= _share(model, index, seq)
     keys = keys_counted(model, index, seq)
     return Core(layout.samples * heads, seq, keys, visible, head_dim(model))
 

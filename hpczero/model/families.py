@@ -3,6 +3,7 @@
 To add one: its torch model beside `gpt.py`, its record beside `gpt_record.py`, its name here.
 """
 
+from hpczero.model.bert_record import BERT
 from hpczero.model.gpt_record import GPT
 from hpczero.model.llama_record import LLAMA
 from hpczero.model.shapes import Family, Layer
@@ -15,7 +16,7 @@ KERNELS_THAT_CHANGE_MEMORY = {
     "cuda": frozenset({"cross_entropy", "glu", "rms_norm"}),
 }
 
-FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA}
+FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
 
 
 def family(model: Model) -> Family:

@@ -15,29 +15,15 @@ from torch import nn
 from hpczero.model import maps, shapes
 from hpczero.model.attention import AttentionCore
 from hpczero.model.batch import MicroBatch
-from hpczero.model.modules import CrossEntropy, Dropout, Linear, StackedLinear
+from hpczero.model.modules import CrossEntropy, Dropout, Layered, Linear, StackedLinear
 from hpczero.spec.schema import Model
 from hpczero_kernels.operations import OPERATIONS
 
 
-class GPT(nn.Module):
+class GPT(Layered):
     def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.embedding = Embedding(model)
-        self.blocks = nn.ModuleList(Block(model, index) for index in range(model.layers))
-        self.head = Head(model)
-        if model.tied_embeddings:
-            self.head.logits.weight = self.embedding.lookup.tokens
-
-    def layers(self) -> list[nn.Module]:
-        return [self.embedding, *self.blocks, self.head]
-
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the targets' summed cross-entropy in fp32; one per sample if `batch.by_sample`."""
-        x = batch.tokens
-        for layer in self.layers():
-            x = layer(x, batch)
-        return x
+        blocks = (Block(model, index) for index in range(model.layers))
+        super().__init__(model, Embedding(model), blocks, Head(model))
 
 
 class Norm(nn.Module):
@@ -45,10 +31,11 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.hidden))
         self.bias = nn.Parameter(torch.empty(model.hidden))
+        self.eps = model.norm_eps
         self.layer_norm = OPERATIONS[model.kernels].layer_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer_norm(x, self.weight, self.bias)
+        return self.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class Lookup(nn.Module):
@@ -88,11 +75,15 @@ class Attention(nn.Module):
         self.dropout = Dropout(model, f"blocks.{index}.attention")
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return self.dropout(self.result(self.norm(x), batch), batch, x)
+
+    def result(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return what is added."""
         # [samples, seq, 3, heads, head_dim]
-        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
         mixed = self.core(query, key, value, batch)
-        return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)
+        return self.output(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -107,7 +98,11 @@ class FeedForward(nn.Module):
         self.gelu = OPERATIONS[model.kernels].gelu
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.dropout(self.down(self.gelu(self.up(self.norm(x)))), batch, x)
+        return self.dropout(self.result(self.norm(x)), batch, x)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added."""
+        return self.down(self.gelu(self.up(x)))
 
 
 class Block(nn.Module):

@@ -33,8 +33,11 @@ def _layers(model: Model) -> list[Layer]:
         ),
         only_forward=True,
     )
-    blocks = [_block(f"blocks.{index}", model, normal) for index in range(model.layers)]
-    norm = _norm("head.norm", model.hidden)
+    into_residual = Initial("normal", normal.std / (2 * max(1, model.layers)) ** 0.5)
+    blocks = [
+        block(f"blocks.{index}", model, normal, into_residual) for index in range(model.layers)
+    ]
+    norm = norm_parameters("head.norm", model.hidden)
     if model.tied_embeddings:
         head = Layer("head", norm, uses=("embedding.lookup.tokens",))
     else:
@@ -43,23 +46,22 @@ def _layers(model: Model) -> list[Layer]:
     return [embedding, *blocks, head]
 
 
-def _block(name: str, model: Model, normal: Initial) -> Layer:
+def block(name: str, model: Model, normal: Initial, into_residual: Initial) -> Layer:
     hidden = model.hidden
     wide = ffn(model)
     grain = head_dim(model)
     inner = model.heads * grain
-    into_residual = Initial("normal", normal.std / (2 * model.layers) ** 0.5)
     attention = f"{name}.attention"
     feed_forward = f"{name}.feed_forward"
     parameters = (
-        *_norm(f"{attention}.norm", hidden),
+        *norm_parameters(f"{attention}.norm", hidden),
         Parameter(f"{attention}.qkv.weight", (3, inner, hidden), normal, split=1, grain=grain),
         Parameter(f"{attention}.qkv.bias", (3, inner), ZEROS, split=1, grain=grain),
         Parameter(
             f"{attention}.output.weight", (hidden, inner), into_residual, split=1, grain=grain
         ),
         Parameter(f"{attention}.output.bias", (hidden,), ZEROS),
-        *_norm(f"{feed_forward}.norm", hidden),
+        *norm_parameters(f"{feed_forward}.norm", hidden),
         Parameter(f"{feed_forward}.up.weight", (wide, hidden), normal, split=0),
         Parameter(f"{feed_forward}.up.bias", (wide,), ZEROS, split=0),
         Parameter(f"{feed_forward}.down.weight", (hidden, wide), into_residual, split=1),
@@ -68,7 +70,7 @@ def _block(name: str, model: Model, normal: Initial) -> Layer:
     return Layer(name, parameters)
 
 
-def _norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
+def norm_parameters(name: str, hidden: int) -> tuple[Parameter, Parameter]:
     weight = Parameter(f"{name}.weight", (hidden,), ONES)
     return weight, Parameter(f"{name}.bias", (hidden,), ZEROS)
 
@@ -78,22 +80,31 @@ def _operations(model: Model, seq: int) -> list[int]:
 
     The embedding only adds what it looks up.
     """
-    inner = model.heads * head_dim(model)
-    weights = model.hidden * (4 * inner + 2 * ffn(model))
-    blocks = [
-        2 * weights + 4 * keys_counted(model, index, seq) * inner for index in range(model.layers)
-    ]
-    costs = [model.hidden, *blocks, 2 * model.hidden * model.vocab]
+    costs = [model.hidden, *costs_of_blocks(model, seq), 2 * model.hidden * model.vocab]
     return [round(FORWARD_AND_BACKWARD * seq * cost) for cost in costs]
 
 
-def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
-    """Count the activations of a GPT.
+def costs_of_blocks(model: Model, seq: int) -> list[float]:
+    """Return the operations of each block's forward for a token."""
+    inner = model.heads * head_dim(model)
+    weights = model.hidden * (4 * inner + 2 * ffn(model))
+    return [
+        2 * weights + 4 * keys_counted(model, index, seq) * inner for index in range(model.layers)
+    ]
 
-    A block keeps its input, the residual in its middle, both norms' outputs, query, key and value,
-    attention's result, the wide activations before and after GELU; attention also a number per
-    head, norms two. Tensor ranks divide heads and columns of the feed-forward part; with sequence
-    parallelism also the other activations.
+
+def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
+    return of_decoder(model, tokens, element, part, bytes_of_block(model, element, part, 2))
+
+
+def bytes_of_block(model: Model, element: int, part: ChunkLayout, made_again: int) -> BlockBytes:
+    """Count the bytes of a block for a token.
+
+    It keeps its input, the residual in its middle, both norms' outputs (where norms come last their
+    inputs), query, key and value, attention's result, the wide activations before and after GELU;
+    attention also a number per head, norms two. Tensor ranks divide heads and columns of the
+    feed-forward part; with sequence parallelism also the other activations. `made_again`: results
+    of norms that selective recomputation does not keep.
     """
     ranks = part.tensor
     hidden = model.hidden / ranks if part.sequence else model.hidden
@@ -102,23 +113,26 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     norms = 4 / ranks if part.sequence else 4
     kept = element * (4 * hidden + 4 * inner + 2 * wide) + FP32 * (model.heads / ranks + norms)
     product = element * model.hidden * max(wide, 3 * inner)
-    cheap = element * (2 * hidden + wide) + FP32 * norms
+    cheap = element * (made_again * hidden + wide) + FP32 * norms
     widest = max(element * 2 * wide, inside_attention(model, element, inner, inner))
-    block = BlockBytes(kept, cheap, widest, product)
-    return of_decoder(model, tokens, element, part, block)
+    return BlockBytes(kept, cheap, widest, product)
 
 
 def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
+    if layer.kind == "embedding":
+        return of_embedding(model, layout)
+    if layer.kind == "head":
+        return of_head(model, layout)
+    return work_of_block(model, layer, layout)
+
+
+def work_of_block(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
     """Count products, attention, and what lies between them.
 
     Forward: both norms (h + h each), both sums with the residual stream (3 h), GELU (2 w), and
     attention's result in the order of tokens (2 i). Backward: norms 3 h, sums 3 h, GELU 3 w; the
     gradient of queries, keys and values side by side (6 i) and of the result (2 i); biases' sums.
     """
-    if layer.kind == "embedding":
-        return of_embedding(model, layout)
-    if layer.kind == "head":
-        return of_head(model, layout)
     heads, wide = layout.share(model.heads), layout.share(ffn(model))
     inner = heads * head_dim(model)
     tokens, hidden = layout.tokens, model.hidden

@@ -15,31 +15,17 @@ from torch import nn
 from hpczero.model import maps, shapes
 from hpczero.model.attention import AttentionCore
 from hpczero.model.batch import MicroBatch
-from hpczero.model.modules import CrossEntropy, Dropout, Linear, StackedLinear
+from hpczero.model.modules import CrossEntropy, Dropout, Layered, Linear, StackedLinear
 from hpczero.model.rotary import Angles
 from hpczero.spec.schema import Model
 from hpczero_kernels.operations import OPERATIONS
 
 
-class Llama(nn.Module):
+class Llama(Layered):
     def __init__(self, model: Model) -> None:
-        super().__init__()
         angles = Angles(model, local=False), Angles(model, local=True)
-        self.embedding = Embedding(model)
-        self.blocks = nn.ModuleList(Block(model, index, angles) for index in range(model.layers))
-        self.head = Head(model)
-        if model.tied_embeddings:
-            self.head.logits.weight = self.embedding.lookup.tokens
-
-    def layers(self) -> list[nn.Module]:
-        return [self.embedding, *self.blocks, self.head]
-
-    def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the targets' summed cross-entropy in fp32; one per sample if `batch.by_sample`."""
-        x = batch.tokens
-        for layer in self.layers():
-            x = layer(x, batch)
-        return x
+        blocks = (Block(model, index, angles) for index in range(model.layers))
+        super().__init__(model, Embedding(model), blocks, Head(model))
 
 
 class Norm(nn.Module):

@@ -55,6 +55,14 @@ def of_positions(vectors: Tensor, seq_len: int, positions: Tensor | None) -> Ten
     return vectors[:seq_len] if positions is None else functional.embedding(positions, vectors)
 
 
+def of_segments(vectors: Tensor, segments: Tensor) -> Tensor:
+    """Return the first vector where a segment is 0, and the second elsewhere.
+
+    The gradient of a vector is a sum over most positions: a lookup would round it at each of them.
+    """
+    return torch.where(segments.unsqueeze(-1) > 0, vectors[1], vectors[0])
+
+
 @contextmanager
 def redirect_linear_maps(maps: LinearMaps) -> Iterator[None]:
     """Let `maps` carry out the linear maps and embeddings of this context."""

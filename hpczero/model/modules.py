@@ -3,6 +3,8 @@
 Legend: [samples, seq, hidden].
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -12,6 +14,30 @@ from hpczero.spec.schema import Model
 from hpczero_kernels.dropout import ActivationWindow
 from hpczero_kernels.operations import OPERATIONS
 from hpczero_kernels.random import key_of
+
+
+class Layered(nn.Module):
+    """A model of an embedding, blocks and a head, with the embedding's vectors where it is tied."""
+
+    def __init__(
+        self, model: Model, embedding: nn.Module, blocks: Iterable[nn.Module], head: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+        if model.tied_embeddings:
+            head.get_submodule("logits").weight = embedding.get_submodule("lookup").tokens
+
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding, *self.blocks, self.head]
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the targets' summed cross-entropy in fp32; one per sample if `batch.by_sample`."""
+        x = batch.tokens
+        for layer in self.layers():
+            x = layer(x, batch)
+        return x
 
 
 class Dropout(nn.Module):

@@ -91,10 +91,12 @@ def of_decoder(
     forward = [Peak(kept, kept + (block.wide * tokens if again["block"] else 0.0))]
     backward = [Peak(kept, kept)]
     if "head" in part.layers:
-        head = of_loss(part, tokens, element, hidden, vocab, bool(model.logit_cap))
+        targets = part.targets or tokens
+        width = model.hidden if part.targets else hidden  # what is picked is whole everywhere
+        head = of_loss(part, targets, element, width, vocab, bool(model.logit_cap))
         of_head = head.kept
         forward.append(head.forward.beside(kept))
-        logits = element * vocab * (part.loss_rows or tokens)
+        logits = element * vocab * (part.loss_rows or targets)
         backward.append(head.backward.beside(kept))
         backward.append(Peak(kept, kept + 2 * element * hidden * tokens + logits + embedding))
     if "blocks" in part.layers:

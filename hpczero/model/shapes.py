@@ -97,6 +97,11 @@ def head_dim(model: Model) -> int:
     return model.head_dim or -(-model.hidden // model.heads)
 
 
+def is_causal(model: Model) -> bool:
+    """Return True if no query of the model sees a later key."""
+    return model.family != "bert"
+
+
 def kv_heads(model: Model) -> int:
     return model.kv_heads or model.heads
 
@@ -176,6 +181,7 @@ class ChunkLayout:
     loss_rows: int = 0  # positions whose logits exist at a time; 0: all
     partitioned: bool = False  # inputs of recomputed blocks are cut over the tensor ranks
     blocks_here: int | None = None  # so many keep theirs on the device, the others on the host
+    targets: int = 0  # positions that the head picks; 0: it works on all
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,8 @@ class Family:
     sequence_plan: Mapping[str, str]  # with sequence parallelism, too
     # module -> its cheap operation, of which results need not be kept (memory.recompute)
     cheap: Mapping[str, str]
+    # the head works on positions that it picks, which are whole on every tensor rank
+    picks: bool = False
 
 
 # roles of modules whose parameters every rank holds: it has some rows, or some heads, and the

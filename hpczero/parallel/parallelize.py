@@ -42,8 +42,10 @@ from hpczero.parallel.tensor.attention_inputs import HeadsOfRank, core_of_rank
 from hpczero.parallel.tensor.cut_modules import CutModules
 from hpczero.parallel.tensor.linear import (
     ColumnLinear,
+    ColumnOfWhole,
     DropoutOnOwnRows,
     OnOwnRows,
+    PickedFromRows,
     Residual,
     RowLinear,
 )
@@ -63,6 +65,8 @@ from hpczero.spec.schema import Spec
 # the roles of modules among tensor ranks
 ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     "column": ColumnLinear,
+    "column of whole": ColumnOfWhole,
+    "picked from rows": PickedFromRows,
     "row": RowLinear,
     "vocabulary": VocabularyLookup,
     "vocabulary loss": VocabularyCrossEntropy,

@@ -279,13 +279,20 @@ class Volumes:
                 plan = plans.sequence_plan
                 for size in self._once(sizes_with_role, by, layer, plan, NORM_OF_ROWS):
                     yield "all_reduce", 2 * size * self._width, kinds[kind] * times
+            if "head" in kinds and plans.picks:
+                picked = model.target_count(self.spec.seq_len) + (model.sentences != "none")
+                picked *= samples * model.hidden * self._width
+                yield "all_reduce", 2 * picked, times
         else:
             size = tokens * model.hidden * self._width
             yield "all_reduce", 2 * size, forward + backward
             yield "all_gather", size, again * times * self.spec.memory.partition_activations
         if "head" in kinds:
-            piece = chunk or max(tokens, 1)
-            for rows, count in ((piece, tokens // piece), (tokens % piece, 1)):
+            targets = samples * model.target_count(self.spec.seq_len)
+            if plans.picks:
+                yield "all_reduce", 2 * targets * model.hidden * self._width, times
+            piece = chunk or max(targets, 1)
+            for rows, count in ((piece, targets // piece), (targets % piece, 1)):
                 for numbers in _LOSS:
                     yield "all_reduce", 2 * numbers * 4 * rows, times * count
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
-from hpczero.spec.table import Line, Table, key
+from hpczero.spec.table import Line, Positions, Table, key
 
 
 class Source(Table):
@@ -52,6 +52,15 @@ class Data(Table):
         "changeable",
         "packed: sequences run on over the ends of documents; masked: so too, but nothing looks "
         "into another document; padded: a sequence is one document, or a piece of it",
+    )
+    whole_words: StrictBool = key(
+        False, "changeable", "bert: the tokens of a word are masked together"
+    )
+    special_ids: Annotated[tuple[Positions, ...], Field(strict=False, max_length=3)] = key(
+        (),
+        "changeable",
+        "bert: the ids of [CLS], [SEP] and [MASK]; []: those of the tokenizer, or the three after "
+        "its vocabulary",
     )
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 

@@ -11,10 +11,10 @@ from hpczero.spec.table import Factory, Table, key
 class Model(Table):
     """The model to train."""
 
-    family: Literal["gpt", "llama"] | Factory = key(
+    family: Literal["gpt", "llama", "bert"] | Factory = key(
         "gpt",
         "identity",
-        "gpt, llama, or a factory that takes this table and returns a torch.nn.Module",
+        "gpt, llama, bert, or a factory that takes this table and returns a torch.nn.Module",
     )
     layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
     hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
@@ -36,7 +36,7 @@ class Model(Table):
     seq_len: int = key(
         128,
         "identity",
-        "most tokens in a sequence; gpt learns so many positions",
+        "most tokens in a sequence; gpt and bert learn so many positions",
         ge=1,
         le=100_000_000,
     )
@@ -58,7 +58,9 @@ class Model(Table):
     activation: Literal["silu", "gelu", "gelu_exact"] = key(
         "silu", "identity", "llama: gate of the feed-forward part (SwiGLU; GeGLU by tanh or exact)"
     )
-    norm_eps: float = key(1e-5, "identity", "llama: added to the mean square in norms", gt=0, le=1)
+    norm_eps: float = key(
+        1e-5, "identity", "llama, bert: added to the mean square in norms", gt=0, le=1
+    )
     norm_offset: StrictBool = key(False, "identity", "llama: norms multiply by 1 + weight (Gemma)")
     post_norms: StrictBool = key(
         False, "identity", "llama: norms also after attention and feed-forward (Gemma)"
@@ -154,9 +156,36 @@ class Model(Table):
     embedding_scale: float = key(
         1.0, "identity", "llama: factor of the embedding (Gemma: sqrt(hidden))", gt=0, le=1e6
     )
+    # of bert
+    norm_order: Literal["post", "pre"] = key(
+        "post",
+        "identity",
+        "bert: norms after each sum with the residual stream (as published), or before attention "
+        "and feed-forward (as in Megatron-LM)",
+    )
+    masked: float = key(0.15, "identity", "bert: share of the tokens to predict", gt=0, lt=1)
+    sentences: Literal["none", "next", "order"] = key(
+        "none",
+        "identity",
+        "bert: a sequence is one text, or two: does the second follow (BERT), or were they swapped "
+        "(ALBERT)",
+    )
     attention: Attention = Attention()
+
+    def text_len(self, seq_len: int) -> int:
+        """Return the tokens of text in a sequence: [CLS] and each [SEP] are no text."""
+        if self.family != "bert":
+            return seq_len
+        return seq_len - (2 if self.sentences == "none" else 3)
+
+    def target_count(self, seq_len: int) -> int:
+        """Return the most targets of a sequence."""
+        if self.family != "bert":
+            return seq_len
+        return max(1, round(self.masked * self.text_len(seq_len)))
 
 
 _NAMES = list(Model.model_fields)
 # keys that other families leave at their default
-OF_LLAMA = tuple(_NAMES[_NAMES.index("kv_heads") : _NAMES.index("attention")])
+OF_LLAMA = tuple(_NAMES[_NAMES.index("kv_heads") : _NAMES.index("norm_order")])
+OF_BERT = ("norm_eps", *_NAMES[_NAMES.index("norm_order") : _NAMES.index("attention")])

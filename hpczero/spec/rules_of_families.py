@@ -1,12 +1,16 @@
 """Keys of [model] that are each allowed, but not together, or not in this family (pure)."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from hpczero.model.shapes import head_dim, keys_without_effect
 from hpczero.spec.keys import Contradiction
-from hpczero.spec.model import OF_LLAMA, Model
+from hpczero.spec.model import OF_BERT, OF_LLAMA, Model
 from hpczero.spec.schema import Spec
-from hpczero.text import toml_repr
+from hpczero.text import join_words, toml_repr
+
+_KEYS: dict[str, tuple[str, ...]] = {"gpt": (), "llama": OF_LLAMA, "bert": OF_BERT}
+_LEAST_TEXT = 4  # tokens, of which two sentences can be cut
 
 
 def unused_by_llama(model: Model) -> list[str]:
@@ -19,18 +23,64 @@ def unused_by_llama(model: Model) -> list[str]:
     ]
 
 
-def _llama(spec: Spec) -> Iterator[Contradiction]:
-    """Keys of llama mean nothing to gpt; a factory may read them."""
+def _keys_of_others(spec: Spec) -> Iterator[Contradiction]:
+    """Keys of one family mean nothing to another; a factory may read them."""
     model = spec.model
-    if model.family == "gpt":
-        default = type(model)()
-        for name in OF_LLAMA:
-            if getattr(model, name) != getattr(default, name):
+    if model.family not in _KEYS:
+        return
+    default = type(model)()
+    for name in dict.fromkeys(chain(*_KEYS.values())):
+        families = [family for family, keys in _KEYS.items() if name in keys]
+        if model.family not in families and getattr(model, name) != getattr(default, name):
+            yield Contradiction(
+                (f"model.{name}", "model.family"),
+                f"model.{name} = {toml_repr(getattr(model, name))} is for "
+                f"model.family = {join_words([toml_repr(one) for one in families], 'or')}, and it "
+                f"is {toml_repr(model.family)}: leave it out, or take the other",
+            )
+
+
+def _bert(spec: Spec) -> Iterator[Contradiction]:
+    model, data = spec.model, spec.data
+    if model.family != "bert":
+        for name in ("whole_words", "special_ids"):
+            if getattr(data, name):
                 yield Contradiction(
-                    (f"model.{name}", "model.family"),
-                    f"model.{name} = {toml_repr(getattr(model, name))} is for "
-                    'model.family = "llama", and it is "gpt": leave it out, or take the other',
+                    (f"data.{name}", "model.family"),
+                    f"data.{name} = {toml_repr(getattr(data, name))} is for models that predict "
+                    f"masked tokens, and model.family is {toml_repr(model.family)}: leave it out",
                 )
+        return
+    length = "data.seq_len" if data.seq_len else "model.seq_len"
+    if spec.text_len < _LEAST_TEXT:
+        least = _LEAST_TEXT + spec.seq_len - spec.text_len
+        yield Contradiction(
+            (length, "model.family"),
+            f"{length} = {spec.seq_len} leaves {spec.text_len} tokens of text between [CLS] and "
+            f"[SEP]: take {least} or more",
+        )
+    if data.special_ids and len(set(data.special_ids)) != 3:
+        yield Contradiction(
+            ("data.special_ids",),
+            f"data.special_ids = {toml_repr(data.special_ids)} must be three numbers, the ids of "
+            "[CLS], [SEP] and [MASK], or []",
+        )
+    causal_alone = (
+        ("data.documents", data.documents, "packed", "its samples are made of packed text"),
+        ("schedule.seq_len", spec.schedule.seq_len, (), "train in phases, one run after the other"),
+        ("memory.loss_chunk", spec.memory.loss_chunk, 0, "it has logits of masked tokens alone"),
+    )
+    for name, value, needed, why in causal_alone:
+        if value != needed:
+            yield Contradiction(
+                (name, "model.family"),
+                f'{name} = {toml_repr(value)} is not for model.family = "bert" ({why}): '
+                f"set it to {toml_repr(needed)}",
+            )
+
+
+def _llama(spec: Spec) -> Iterator[Contradiction]:
+    model = spec.model
     if model.family != "llama":
         return
     if model.kv_heads and model.heads % model.kv_heads:
@@ -84,4 +134,4 @@ def _stretched(model: Model) -> Iterator[Contradiction]:
         )
 
 
-RULES = (_llama,)
+RULES = (_keys_of_others, _bert, _llama)

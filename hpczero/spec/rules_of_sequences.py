@@ -126,7 +126,11 @@ def _of_layouts(spec: Spec) -> list[str]:
 def _hides_nothing(rule: LayoutRule, spec: Spec) -> bool:
     heads = spec.model.heads
     patterns = layout_of(rule, spec.seq_len, range(heads), heads).patterns
-    return all(len(row) == number + 1 for rows in patterns for number, row in enumerate(rows))
+    return all(
+        len(row) == (number + 1 if rule.causal else len(rows))
+        for rows in patterns
+        for number, row in enumerate(rows)
+    )
 
 
 def _changed(model: Model) -> list[str]:

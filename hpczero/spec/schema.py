@@ -245,6 +245,11 @@ class Spec(Table):
         """Tokens in a sequence that the job reads."""
         return self.data.seq_len or self.model.seq_len
 
+    @property
+    def text_len(self) -> int:
+        """Tokens of text in a sequence."""
+        return self.model.text_len(self.seq_len)
+
     def of_source(self, source: Source) -> "Spec":
         """Return the job with one source of the mixture alone."""
         data = self.data.model_copy(update={"source": source.path, "sources": ()})

@@ -16,14 +16,18 @@ variance by fewer numbers: the mean of m windows differs by s^2 / m.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import isfinite, sqrt
 from operator import add
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpczero.data.documents import Cut
+from hpczero.data.masking import Masking
+from hpczero.data.objective import masking_of
 from hpczero.data.samples import micro_batches_of
 from hpczero.data.token_source import Part, TokenSource
 from hpczero.model.batch import MicroBatch
@@ -43,6 +47,10 @@ class Batches:
     data_ranks: int
     _shorter: dict[int, "Batches"] = field(init=False, default_factory=dict, repr=False)
 
+    @cached_property
+    def masking(self) -> Masking | None:
+        return masking_of(self.spec, self.source)
+
     def parts(self) -> list[range]:
         """Return this rank's positions in the global batch, a range per micro-batch.
 
@@ -59,7 +67,7 @@ class Batches:
         if spec is self.spec:
             return self._of_step(step)
         if spec.seq_len not in self._shorter:
-            source = self.source.of_length(spec.seq_len)
+            source = self.source.of_length(spec.text_len)
             self._shorter[spec.seq_len] = replace(self, spec=spec, source=source)
         return self._shorter[spec.seq_len]._of_step(step)
 
@@ -92,15 +100,50 @@ class Batches:
 
     def _read(self, split: str, first: int, positions: range, step: int) -> MicroBatch:
         """Read these positions of the global batch whose first sample is `first`."""
-        rows = np.empty((len(positions), self.spec.seq_len + 1), np.int64)
         here = range(first + positions.start, first + positions.stop)
-        source = self.source
-        windows = source.chosen(split, self.spec.seed, here)
-        cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
-        text = torch.from_numpy(rows)
+        rows, cuts = self._texts(split, here)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
+        if self.masking:
+            return self._masked(self.masking, split, here, rows, (samples, step))
+        text = torch.from_numpy(rows)
         batch = MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)
         return batch if self.spec.data.documents == "packed" else with_documents(batch, cuts)
+
+    def _texts(self, split: str, samples: range) -> tuple[np.ndarray, list[Cut | None]]:
+        """Read the windows of these samples of the run."""
+        source = self.source
+        rows = np.empty((len(samples), self.spec.text_len + 1), np.int64)
+        windows = source.chosen(split, self.spec.seed, samples)
+        cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
+        return rows, cuts
+
+    def _masked(
+        self, masking: Masking, split: str, here: range, rows: np.ndarray, whose: tuple[Tensor, int]
+    ) -> MicroBatch:
+        """Return the masked samples of these windows, which a token more than they need."""
+        texts = rows[:, :-1]
+        seconds = texts
+        others = masking.second_samples(split, here)
+        if others != list(here):
+            seconds = texts.copy()
+            for row, sample, other in zip(seconds, here, others, strict=True):
+                if other != sample:
+                    row[:] = self._texts(split, range(other, other + 1))[0][0, :-1]
+        made = masking.samples(split, here, texts, seconds)
+        tokens, targets, places, weights, segments = map(
+            torch.from_numpy, (made.tokens, made.targets, made.places, made.weights, made.segments)
+        )
+        labels = None if made.labels is None else torch.from_numpy(made.labels)
+        return MicroBatch(
+            tokens, targets, *whose, self.spec.seed, weights=weights, places=places,
+            segments=segments, labels=labels,
+        )  # fmt: skip
+
+    def targets_of_split(self, split: str) -> int:
+        """Return the most targets that samples of a split have."""
+        if self.masking is None:
+            return self.source.targets(split)
+        return self.source.windows(split) * self.spec.model.target_count(self.spec.seq_len)
 
 
 def with_documents(batch: MicroBatch, cuts: Sequence[Cut | None]) -> MicroBatch:

@@ -14,8 +14,9 @@ from typing import Any
 
 from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
 from hpczero.comm.world import World
-from hpczero.data.dataset import NO_TOKENIZER, open_source
+from hpczero.data.dataset import open_source
 from hpczero.data.plain_tokens import UNKNOWN
+from hpczero.data.token_source import NO_TOKENIZER
 from hpczero.errors import InputError, Stopped
 from hpczero.model import build, families
 from hpczero.model.shapes import Layer

@@ -94,6 +94,8 @@ class Trainer:
         self.runner = runner
         self.engine = runner.engine
         self.step_tokens = spec.train.global_batch * spec.seq_len
+        # some positions have no target
+        self._leaves_out = spec.data.documents != "packed" or batches.masking is not None
         self.skipped = 0  # steps in a row
         self._all_written = True  # all ranks have written their data of the save in flight
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
@@ -191,7 +193,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         if self.engine.loss_scale.dynamic:
             metrics["loss_scale"] = result.loss_scale
-        if self.spec.data.documents != "packed":
+        if self._leaves_out:
             metrics["targets"] = weight
         if result.bad:
             metrics["skipped"] = True
@@ -264,7 +266,7 @@ class Trainer:
         It is known before unless targets are left out. Of the ranks that share a data rank's
         samples all have the same.
         """
-        if self.spec.data.documents == "packed":
+        if not self._leaves_out:
             return self.step_tokens
         weight = torch.tensor([sum(batch.loss_weight for batch in batches)], dtype=torch.float64)
         self.world.everyone.all_reduce(weight)
@@ -307,8 +309,8 @@ class Trainer:
                 tally, asked = self._evaluate(evaluation, requests)
                 if asked:
                     return None, asked
-                source = part.source
-                sizes = source.windows("validation"), source.targets("validation")
+                windows = part.source.windows("validation")
+                sizes = windows, evaluation.targets_of_split("validation")
                 found.append((part, tally.validation(*sizes)))
         return mixed(found), ""
 

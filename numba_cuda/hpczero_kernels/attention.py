@@ -1,8 +1,8 @@
-"""Causal attention: softmax(q k^T scale) v over the keys that a query may see.
+"""Attention: softmax(q k^T scale) v over the keys that a query may see.
 
-A query sees the keys up to its own position, of its own document, and no more than `window` of
-them. Nothing makes a mask of seq x seq: the positions are cut into tiles, each with the rows of
-some queries and the keys that they see.
+A query sees the keys of its own document; `causal`: up to its own position alone, and no more than
+`window` of them. Nothing makes a mask of seq x seq: the positions are cut into tiles, each with the
+rows of some queries and the keys that they see.
 
 A key's head serves heads / kv_heads queries' heads (Ainslie et al. 2023). With a `cap` the logits
 are cap tanh(logits / cap) (Gemma 2).
@@ -40,17 +40,21 @@ _ROWS = 1024  # queries of a tile whose logits are capped
 
 @dataclass(frozen=True)
 class Reach:
-    """The keys that a query sees; `window` 0: all before it. `cap` 0: logits as they are."""
+    """The keys that a query sees; `window` 0: all before it. `cap` 0: logits as they are.
+
+    Not `causal`: those behind it, too, and there is no window.
+    """
 
     documents: Documents | None
     window: int
     cap: float
     scale: float
+    causal: bool = True
 
     def __call__(self, seq: int, device: torch.device) -> Tensor:
         """Return a mask, True where a query (row) sees a key: [samples or 1, 1, seq, seq]."""
         at = torch.arange(seq, dtype=torch.int64, device=device)
-        sees = at[:, None] >= at
+        sees = at[:, None] >= (at if self.causal else torch.zeros_like(at))
         if self.window:
             sees &= at[:, None] - at < self.window
         if self.documents is None:
@@ -71,10 +75,14 @@ class Tile:
     rows: slice
     keys: slice
     window: int = 0
+    causal: bool = True
 
     def mask(self, q: Tensor) -> Tensor | None:
-        """Return 0 where a row sees a key and -inf elsewhere; None: each those up to its own."""
-        if self.rows == self.keys and not self.window:
+        """Return 0 where a row sees a key and -inf elsewhere.
+
+        None: each sees those up to its own, or all of the tile's if that is not causal.
+        """
+        if not self.causal or (self.rows == self.keys and not self.window):
             return None
         return _band(
             self.rows.stop - self.rows.start,
@@ -115,7 +123,8 @@ def _stretch(samples: slice, begin: int, end: int, reach: Reach) -> Iterator[Til
     for first in range(begin, end, max(1, rows)):
         last = min(first + rows, end)
         first_key = max(begin, first - window + 1) if window else begin
-        yield Tile(samples, slice(first, last), slice(first_key, last), window)
+        keys = slice(first_key, last if reach.causal else end)
+        yield Tile(samples, slice(first, last), keys, window, reach.causal)
 
 
 def attention_reference(
@@ -126,19 +135,20 @@ def attention_reference(
     window: int = 0,
     cap: float = 0.0,
     scale: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
     if not q.shape[1]:  # no head on this tensor rank: PyTorch's attention may end the process
         return q + k + v
     groups = q.shape[1] // k.shape[1]
     if documents is None and not window and not cap:
         return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=groups > 1
         )
     scale = 1.0 / sqrt(q.shape[-1]) if scale is None else scale
     logits = (q @ k.repeat_interleave(groups, 1).transpose(2, 3)).float() * scale
     if cap:
         logits = (logits / cap).tanh() * cap
-    sees = Reach(documents, window, cap, scale)(q.shape[2], q.device)
+    sees = Reach(documents, window, cap, scale, causal)(q.shape[2], q.device)
     probabilities = logits.masked_fill(~sees, -inf).softmax(-1).to(v.dtype)
     return probabilities @ v.repeat_interleave(groups, 1)
 
@@ -151,16 +161,19 @@ def attention(
     window: int = 0,
     cap: float = 0.0,
     scale: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Return attention_reference of the same, up to rounding."""
+    assert causal or not window, f"a window of {window} keys behind and before a query"
     seq = q.shape[2]
     whole = documents is None or all(len(ends) == 1 for ends in documents)
     # a tensor rank without heads has nothing to mask, and PyTorch's flash attention ends on none
     plain = q.shape[1] == 0 or (whole and not cap and not 0 < window < seq)
     if plain and not (torch.is_grad_enabled() and supports(q)):
-        return attention_reference(q, k, v, scale=scale)
+        return attention_reference(q, k, v, scale=scale, causal=causal)
     default = 1.0 / sqrt(q.shape[-1])
-    reach = Reach(None if whole else documents, window, cap, default if scale is None else scale)
+    scale = default if scale is None else scale
+    reach = Reach(None if whole else documents, window, cap, scale, causal)
     return _Attention.apply(q, k, v, reach)
 
 
@@ -239,7 +252,7 @@ def _flash(
     if q.device.type != "cpu":
         return _capped(q, k, v, mask, reach)
     out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, mask is None, attn_mask=mask, scale=reach.scale
+        q, k, v, 0.0, mask is None and reach.causal, attn_mask=mask, scale=reach.scale
     )
     return out, sums
 
@@ -252,7 +265,16 @@ def _by_flash(
         return _by_products(gradient, q, k, v, out, sums, mask, reach)
     gradients: tuple[Tensor, ...] = (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, sums, 0.0, mask is None, attn_mask=mask, scale=reach.scale
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            sums,
+            0.0,
+            mask is None and reach.causal,
+            attn_mask=mask,
+            scale=reach.scale,
         )
     )
     return gradients
@@ -267,6 +289,8 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, reach: Reach) -> tuple[Te
     plain = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(reach.scale)
     if reach.cap:
         plain = plain.div_(reach.cap).tanh_().mul_(reach.cap)
+    if mask is None and not reach.causal:
+        return (plain.clone() if reach.cap else plain), plain
     rows, keys = plain.shape[1:]
     hidden = _band(rows, keys, 0, torch.float32, q.device) if mask is None else mask.float()
     return (plain + hidden if reach.cap else plain.add_(hidden)), plain

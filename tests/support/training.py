@@ -77,7 +77,7 @@ class LearnableSource(SyntheticSource):
     """
 
     def __init__(self, spec: Spec) -> None:
-        super().__init__(spec.seed, spec.model.vocab, spec.seq_len)
+        super().__init__(spec.seed, spec.model.vocab, spec.text_len)
         self.documents = spec.data.documents
 
     def of_length(self, seq_len: int) -> "LearnableSource":

@@ -32,20 +32,27 @@ def own_tokens(vocab: int, group: Group) -> slice:
 class VocabularyLookup(nn.Module):
     """A lookup in this rank's vectors; the sum over the ranks has those of all tokens.
 
-    Learned positions, where the serial lookup has any, are added once.
+    Learned positions and segments, where the serial lookup has any, are added once.
     """
 
     tokens: nn.Parameter
     positions: nn.Parameter | None
+    segments: nn.Parameter | None
 
     def __init__(self, serial: Any, residual: Residual) -> None:
         super().__init__()
         self.vocab = serial.tokens.shape[0]
         self.tokens = serial.tokens
         self.positions = getattr(serial, "positions", None)
+        self.segments = getattr(serial, "segments", None)
         self._residual = residual
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         # a number that no rank has is an error, as on one rank, and not a zero
         torch._assert_async(
             ((tokens >= 0) & (tokens < self.vocab)).all(),
@@ -56,6 +63,9 @@ class VocabularyLookup(nn.Module):
         learned = None
         if self.positions is not None:
             learned = maps.of_positions(self.positions, tokens.shape[1], positions)
+        if self.segments is not None and segments is not None:
+            of_segments = maps.of_segments(self.segments, segments)
+            learned = of_segments if learned is None else learned + of_segments
         return sum_of_parts(partial, learned, self._residual.layout)
 
 
