@@ -72,7 +72,8 @@ class Architecture:
     def loses(self, model: Model) -> list[str]:
         """Return the keys of the model that the architecture cannot have at their values."""
         width = head_dim(model)
-        if self.weights != "gpt2" and width % 2 and int(width * model.rope_fraction) == width:
+        is_rotated = model.family == "llama" and int(width * model.rope_fraction) == width
+        if is_rotated and width % 2:
             return ["head_dim"]  # transformers rotates whole heads by halves
         if self.heads_divide and model.hidden % model.heads:
             return ["heads"]
@@ -105,6 +106,8 @@ def _resolved(model: Model) -> dict[str, Any]:
         found[key] = None
     if model.family == "llama":
         del found["seq_len"]
+    found["sentences"] = "none" if model.sentences == "none" else "next"  # the same head
+    del found["masked"]  # of its training alone
     return found
 
 
@@ -129,6 +132,36 @@ _LLAMA = {
 _CAP = {"final_logit_softcapping": "logit_cap"}
 _DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 _IS_LLAMA = {"family": "llama"}
+_BERT = {
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "max_position_embeddings": "seq_len",
+    "layer_norm_eps": "norm_eps",
+}
+
+
+def _bert(name: str, model_type: str, sentences: str, weights: str, order: str) -> "Architecture":
+    return Architecture(
+        name,
+        model_type,
+        _BERT,
+        {"layer_norm_eps": 1e-12},
+        {"family": "bert", "sentences": sentences, "norm_order": order, "tied_embeddings": True},
+        {
+            "tie_word_embeddings": True,  # else transformers has two biases of the logits
+            "hidden_act": "gelu",
+            "type_vocab_size": 2,
+            "position_embedding_type": "absolute",
+            "add_cross_attention": False,
+        },
+        weights=weights,
+        heads_divide=True,
+    )
+
+
 _IS_GEMMA = _IS_LLAMA | {"norm_offset": True, "post_norms": True}
 
 ARCHITECTURES = {
@@ -233,6 +266,10 @@ ARCHITECTURES = {
             },
             weights="gpt2",
         ),
+        _bert("BertForPreTraining", "bert", "next", "bert", "post"),
+        _bert("BertForMaskedLM", "bert", "none", "bert", "post"),
+        _bert("MegatronBertForPreTraining", "megatron-bert", "next", "megatron-bert", "pre"),
+        _bert("MegatronBertForMaskedLM", "megatron-bert", "none", "megatron-bert", "pre"),
     )
 }
 

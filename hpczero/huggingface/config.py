@@ -19,6 +19,7 @@ _HARMLESS = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
         *("decoder_start_token_id", "is_decoder", "chunk_size_feed_forward"),
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range"),
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
         *("summary_type", "summary_use_proj", "task_specific_params", "finetuning_task"),
         *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),

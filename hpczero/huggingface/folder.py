@@ -73,6 +73,8 @@ class Folder:
         prefix = names.prefix.partition(".")[0] + "."
         if not any(name.startswith(prefix) for name in found):  # of a model without its head
             found = {name if name == _HEAD else prefix + name: t for name, t in found.items()}
+        for old, new in names.older.items():
+            found = {_with_ending(name, old, new): tensor for name, tensor in found.items()}
         unused = [
             name
             for name in found
@@ -114,6 +116,10 @@ class Folder:
                 f"{self.config.source} is another model than the spec's: {join_words(shown)}; "
                 f"`hpczero init --from-hf {printable(str(self.path))}` writes a spec that fits"
             )
+
+
+def _with_ending(name: str, old: str, new: str) -> str:
+    return name.removesuffix(old) + new if name.endswith(old) else name
 
 
 def read_text(path: Path) -> str:

@@ -7,7 +7,7 @@ tensors of the file, one after the other. So fused and stacked weights are range
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from hpczero.checkpoint.views import Part, View
@@ -84,15 +84,59 @@ _GPT2_BLOCK = [
 ]
 
 
+_BERT_HEAD = [
+    *_of_modules("head.transform", "cls.predictions.transform.dense", *_BOTH),
+    *_of_modules("head.transform_norm", "cls.predictions.transform.LayerNorm", *_BOTH),
+    Row(("head.logits.bias",), ("cls.predictions.bias",)),
+    *_of_modules("head.pooler", "bert.pooler.dense", *_BOTH),
+    *_of_modules("head.sentences", "cls.seq_relationship", *_BOTH),
+]
+_BERT_ENDS = [
+    Row(("embedding.lookup.tokens",), ("bert.embeddings.word_embeddings.weight",)),
+    Row(("embedding.lookup.positions",), ("bert.embeddings.position_embeddings.weight",)),
+    Row(("embedding.lookup.segments",), ("bert.embeddings.token_type_embeddings.weight",)),
+    *_of_modules("embedding.norm", "bert.embeddings.LayerNorm", *_BOTH),
+    *_of_modules("head.norm", "bert.encoder.ln", *_BOTH),
+    *_BERT_HEAD,
+]
+_BERT_BLOCK = [
+    *_of_modules(
+        "attention.qkv",
+        "attention.self.query+attention.self.key+attention.self.value",
+        *_BOTH,
+    ),
+    *_of_modules("attention.output", "attention.output.dense", *_BOTH),
+    *_of_modules("feed_forward.up", "intermediate.dense", *_BOTH),
+    *_of_modules("feed_forward.down", "output.dense", *_BOTH),
+]
+_NORMS_LAST = [
+    *_of_modules("attention.norm", "attention.output.LayerNorm", *_BOTH),
+    *_of_modules("feed_forward.norm", "output.LayerNorm", *_BOTH),
+]
+_NORMS_FIRST = [
+    *_of_modules("attention.norm", "attention.ln", *_BOTH),
+    *_of_modules("feed_forward.norm", "ln", *_BOTH),
+]
+
+
 @dataclass(frozen=True)
 class Names:
     ends: Sequence[Row]  # outside blocks, by their whole names
     block: Sequence[Row]  # below "blocks.N." and below the prefix
     prefix: str  # of block N; without its first word the files of a bare model have it
     unused: tuple[str, ...]  # endings of tensors that older files have and no model needs
+    older: Mapping[str, str] = field(default_factory=dict)  # endings of names as they were
 
 
 _UNUSED = (".rotary_emb.inv_freq",)
+_UNUSED_BY_BERT = (
+    ".position_ids",
+    "cls.predictions.decoder.weight",  # the same as the embedding's
+    "cls.predictions.decoder.bias",  # the same as cls.predictions.bias
+    *("bert.pooler.dense.weight", "bert.pooler.dense.bias"),  # of a model for masked tokens alone
+    *("cls.seq_relationship.weight", "cls.seq_relationship.bias"),
+)
+_OF_TENSORFLOW = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 NAMES = {
     "llama": Names(_ENDS, [*_ATTENTION, *_APART, *_DOWN, *_TWO_NORMS], "model.layers.{}.", _UNUSED),
     "gemma": Names(
@@ -101,6 +145,16 @@ NAMES = {
     "phi3": Names(_ENDS, [*_ATTENTION, *_FUSED, *_DOWN, *_TWO_NORMS], "model.layers.{}.", _UNUSED),
     "gpt2": Names(
         _GPT2_ENDS, _GPT2_BLOCK, "transformer.h.{}.", (".attn.bias", ".attn.masked_bias")
+    ),
+    "bert": Names(
+        _BERT_ENDS,
+        [*_BERT_BLOCK, *_NORMS_LAST],
+        "bert.encoder.layer.{}.",
+        _UNUSED_BY_BERT,
+        _OF_TENSORFLOW,
+    ),
+    "megatron-bert": Names(
+        _BERT_ENDS, [*_BERT_BLOCK, *_NORMS_FIRST], "bert.encoder.layer.{}.", _UNUSED_BY_BERT
     ),
 }
 

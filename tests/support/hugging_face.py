@@ -1,11 +1,14 @@
 """Small models of `transformers`, the oracle of what is imported and exported."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from hpczero.model.batch import MicroBatch
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -114,17 +117,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "GPT-2, wide, apart": ("gpt2", {"n_inner": 70, "tie_word_embeddings": False}),
+    "BERT": ("BertForPreTraining", {}),
+    "BERT, masked tokens": ("BertForMaskedLM", {"layer_norm_eps": 1e-3}),
+    "Megatron's BERT": ("MegatronBertForPreTraining", {}),
+    "Megatron's BERT, masked tokens": ("MegatronBertForMaskedLM", {"num_hidden_layers": 1}),
 }
 _GPT2_SIZES = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LONGEST}
+
+
+_NO_PADDING = {"pad_token_id": None}  # a lookup's gradient leaves it out
+_MASKED = 5  # targets of a sample
 
 
 def random_model(name: str) -> Any:
     """Return a model in fp32 whose every weight is random, norms and biases too."""
     kind, keys = MODELS[name]
-    sizes = _GPT2_SIZES if kind == "gpt2" else _SIZES
-    config = transformers.AutoConfig.for_model(kind, **(sizes | keys))
+    if hasattr(transformers, kind):
+        made = getattr(transformers, kind)
+        sizes = {key: size for key, size in _SIZES.items() if key != "num_key_value_heads"}
+        model = made(made.config_class(**(sizes | _NO_PADDING | keys)))
+        model.set_attn_implementation("eager")
+    else:
+        sizes = _GPT2_SIZES if kind == "gpt2" else _SIZES
+        config = transformers.AutoConfig.for_model(kind, **(sizes | keys))
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -137,6 +154,45 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 131, (3, 30), generator=torch.Generator().manual_seed(1))
 
 
+def batch_of(theirs: Any) -> MicroBatch:
+    """Return the tokens with targets: the next ones, or those of masked places."""
+    text, samples = tokens(), torch.arange(3)
+    if not _masks(theirs):
+        return MicroBatch(text[:, :-1], text[:, 1:], samples, 0, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    places = torch.rand(text.shape, generator=generator).argsort(1)[:, :_MASKED]
+    return MicroBatch(
+        text.scatter(1, places, 7),
+        text.gather(1, places),
+        samples,
+        0,
+        seed=1,
+        weights=torch.ones(places.shape),
+        places=places,
+        segments=(torch.arange(text.shape[1]) > 11).long().expand(text.shape),
+        labels=torch.tensor([0, 1, 1]) if hasattr(theirs.cls, "seq_relationship") else None,
+    )
+
+
+def outcome(theirs: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return their mean loss, and the logits [samples, targets, vocab]."""
+    if batch.places is None:
+        text = tokens()
+        found = theirs(text, labels=text)
+        return found.loss, found.logits[:, :-1]
+    labels = torch.full_like(batch.tokens, -100).scatter(1, batch.places, batch.targets)
+    given = {} if batch.labels is None else {"next_sentence_label": batch.labels}
+    found = theirs(batch.tokens, token_type_ids=batch.segments, labels=labels, **given)
+    logits = found.logits if batch.labels is None else found.prediction_logits
+    places = batch.places.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+    return found.loss, logits.gather(1, places)
+
+
+def _masks(theirs: Any) -> bool:
+    return hasattr(theirs, "cls")
+
+
 def loaded(folder: Path) -> Any:
-    auto = transformers.AutoModelForCausalLM
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    auto = getattr(transformers, name)
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

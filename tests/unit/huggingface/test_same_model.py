@@ -54,15 +54,14 @@ def logits_of(module: Any, batch: MicroBatch) -> torch.Tensor:
 
 def test_logits_loss_and_gradients_are_theirs(run: Any) -> None:
     theirs, read, folder = run
-    text = hugging_face.tokens()
     module = built(read.model, weights(folder))
-    batch = MicroBatch(text[:, :-1], text[:, 1:], torch.arange(len(text)), 0, seed=1)
+    batch = hugging_face.batch_of(theirs)
     targets = batch.targets.numel()
-    expected = theirs(text, labels=text)
-    expected.loss.backward()
-    assert abs(module(batch).item() / targets - expected.loss.item()) < 1e-5
+    loss, expected = hugging_face.outcome(theirs, batch)
+    loss.backward()
+    assert abs(module(batch).item() / targets - loss.item()) < 1e-5
     logits = logits_of(module, batch)
-    assert (logits - expected.logits[:, :-1]).abs().max() < 1e-5
+    assert (logits - expected).abs().max() < 1e-5
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for view in read.views():
         parts = [
@@ -71,6 +70,9 @@ def test_logits_loss_and_gradients_are_theirs(run: Any) -> None:
         ]
         flat = torch.cat(parts)
         ours = flat.view(view.shape[::-1]).t() if view.transposed else flat.view(view.shape)
+        if view.name.endswith("self.key.bias"):  # it changes no softmax: rounding alone
+            assert max(ours.norm(), gradients[view.name].norm()) < 1e-6
+            continue
         distance = (ours - gradients[view.name]).norm() / gradients[view.name].norm()
         assert distance < 1e-4, view.name
 
@@ -90,9 +92,10 @@ def test_what_is_exported_is_their_model_to_the_bit(
     state = exported.state_dict()
     assert state.keys() == theirs.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in theirs.state_dict().items())
-    text = hugging_face.tokens()
+    batch = hugging_face.batch_of(theirs)
     with torch.no_grad():
-        assert torch.equal(exported(text).logits, theirs(text).logits)
+        found, expected = (hugging_face.outcome(model, batch)[1] for model in (exported, theirs))
+    assert torch.equal(found, expected)
     spec, again = str(folder / "spec.toml"), tmp_path / "again"
     assert cli.main(["ckpt", "import", "--hf", str(out), "--spec", spec, "-o", str(again)]) == 0
     before, after = weights(folder), weights(again)
