@@ -96,6 +96,10 @@ REACHES = [
     {"cap": 2.0},
     {"scale": 0.4},
     {"documents": DOCUMENTS, "window": 7, "cap": 2.0, "scale": 0.4},
+    {"causal": False},
+    {"causal": False, "documents": DOCUMENTS},
+    {"causal": False, "cap": 2.0},
+    {"causal": False, "documents": DOCUMENTS, "cap": 2.0, "scale": 0.4},
 ]
 
 
@@ -127,7 +131,7 @@ def test_a_query_sees_what_it_may(reach, dtype, heads, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reach", [{}, {"window": 7}, {"cap": 2.0}], ids=str)
+@pytest.mark.parametrize("reach", [{}, {"window": 7}, {"cap": 2.0}, {"causal": False}], ids=str)
 def test_another_document_changes_no_bit_of_this_one(reach, dtype) -> None:
     ends, changed = ((9, 20, 33),), slice(9, 20)
     random = torch.Generator().manual_seed(1)
@@ -143,6 +147,18 @@ def test_another_document_changes_no_bit_of_this_one(reach, dtype) -> None:
         assert torch.equal(before[:, :, :9], after[:, :, :9])
         assert torch.equal(before[:, :, 20:], after[:, :, 20:])
         assert not torch.equal(before[:, :, changed], after[:, :, changed])
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=str)
+def test_a_query_sees_later_keys_too_unless_it_is_causal(documents) -> None:
+    """Judged by a formula of its own: softmax over the keys of the query's document."""
+    q, k, v = torch.randn(3, 3, 2, 33, 8, dtype=torch.float64).float()
+    found = attention(q, k, v, documents, causal=False)
+    for sample, ends in enumerate(documents or [(33,)] * 3):
+        for begin, end in zip((0, *ends), ends, strict=False):
+            part = sample, slice(None), slice(begin, end)
+            shares = (q[part] @ k[part].transpose(1, 2) / 8**0.5).softmax(-1)
+            assert torch.allclose(found[part], shares @ v[part], atol=1e-6)
 
 
 def test_no_mask_of_all_positions_is_made() -> None:

@@ -71,7 +71,8 @@ def test_a_text_is_its_prompt_and_its_tokens(run: Path, capsys: pytest.CaptureFi
 def test_prompts_come_from_arguments_a_file_or_stdin(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = "--tokens", 5, "--temperature", 0.9, "--seed", 4
+    # in half precision a product may round by the number of its rows, on some processors
+    options = "--tokens", 5, "--temperature", 0.9, "--seed", 4, "--precision", "fp32"
     both = sampled(capsys, run, "one", "two\nlines", *options)
     assert [answer["prompt"] for answer in both] == ["one", "two\nlines"]
     assert sampled(capsys, run, *options, "one", "two\nlines") == both  # behind options, too
