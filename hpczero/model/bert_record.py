@@ -112,7 +112,10 @@ def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
         return replace(found, forward=found.forward + forward, backward=found.backward + backward)
     targets = layout.samples * model.target_count(layout.seq_len)
     rows = layout.element * targets * hidden
-    picked = Pass((Product(targets, hidden, hidden),), (), 6 * rows, 4)
+    products = [Product(targets, hidden, hidden)]
+    if model.sentences != "none":
+        products += [Product(layout.samples, width, hidden) for width in (hidden, 2)]
+    picked = Pass(tuple(products), (), 6 * rows, 4)
     loss = of_logits(model, layout, targets)
     stream = layout.element * layout.rows * hidden  # the gradient of what was not picked is 0
     return replace(

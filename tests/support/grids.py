@@ -86,6 +86,7 @@ BERT = {
     "bert": {"sentences": "next"},
     "bert, norms before": {"sentences": "order", "norm_order": "pre"},
 }
+PACKED = (None, "packed")
 ATTENTION: dict[str, dict[str, Any]] = {
     "dense": {},
     "bigbird": {"kind": "bigbird", "block": 8, "window": 1, "random": 1, "heads": "different"},
@@ -105,7 +106,7 @@ def possible(case: Case) -> bool:
     models that predict the next token alone.
     """
     is_bert = case.get("family") in BERT
-    if is_bert and (case.get("grows") or case.get("documents", "packed") != "packed"):
+    if is_bert and (case.get("grows") or case.get("rows") or case.get("documents") not in PACKED):
         return False
     if case.get("family") == "relative" and case.get("attention", "dense") != "dense":
         return False

@@ -23,6 +23,12 @@ from hpczero.spec.schema import (
 
 MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
 
+BERT: list[dict[str, Any]] = [
+    {"sentences": "next"},
+    {"norm_order": "pre", "sentences": "order", "masked": 0.4},
+    {"norm_order": "pre"},
+]
+
 # what replicas exchange, other than plain sums -> tables of the spec
 EXCHANGES: dict[str, dict[str, Any]] = {
     "compressed": {"comm": Comm(compress="int8")},
@@ -101,5 +107,9 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
     zero = spec.zero.model_copy(update={"shard_ranks": shards})
     optimizer = Optimizer(name=choice.choice(["adamw", "adamw", "lion", "lamb", "muon"]))
     spec = spec.model_copy(update={"zero": zero, "optimizer": optimizer})
+    if of_bert := choice.choice([None, None, *BERT]):
+        model = spec.model.model_copy(update={"family": "bert", **of_bert})
+        memory = spec.memory.model_copy(update={"loss_chunk": 0})
+        spec = spec.model_copy(update={"model": model, "memory": memory})
     assert not contradictions(spec), contradictions(spec)
     return spec

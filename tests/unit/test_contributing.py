@@ -88,6 +88,7 @@ KINDS = [
             "hpczero/train/restored_states.py": "the optimizer of an old checkpoint",
             "hpczero/spec/model.py": "the name of an activation",
             "hpczero/huggingface/conversions.py": "the name of an activation",
+            "hpczero/huggingface/architectures.py": "the name of an activation",
         },
     ),
     Kind("An optimizer", OPTIMIZERS),

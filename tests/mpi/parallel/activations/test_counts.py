@@ -51,7 +51,8 @@ def calls(world: World, family: str, stage: int, **memory: Any) -> tuple[Calls, 
     ).spec
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     runner = assemble(spec, world, grid, accumulates=False)
-    (batch,) = Batches(spec, SyntheticSource(1, spec.model.vocab, 16), 0, 1).training(0)
+    source = SyntheticSource(1, spec.model.vocab, spec.text_len)
+    (batch,) = Batches(spec, source, 0, 1).training(0)
     with Calls() as forward:
         loss = runner._forward(batch)  # type: ignore[union-attr]
     with Calls() as backward:
@@ -60,13 +61,13 @@ def calls(world: World, family: str, stage: int, **memory: Any) -> tuple[Calls, 
     return forward, backward
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_runs_twice(world: World, family: str, stage: int) -> None:
     forward, backward = calls(world, family, stage)
-    of_head = 1
+    of_head = 2 if family == "bert" else 1
     products, attentions = forward.of(PRODUCTS) - of_head, forward.of(ATTENTION)
-    assert products == BLOCKS * {"gpt": 4, "llama": 6}[family]
+    assert products == BLOCKS * {"gpt": 4, "llama": 6, "bert": 4}[family]
     assert (attentions, backward.of(ATTENTION)) == (BLOCKS, 0)
     for every, recompute, again in (
         (1, "selective", 0),

@@ -27,6 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "relative": {"family": "llama", "qk_norm": True, "post_norms": True, "attention_cap": 5.0},
     "blocks": {"family": "llama", "kv_heads": 4, "attention": {"kind": "bigbird", "block": 16}},
     "torch": {"family": "llama", "kernels": "torch", "norm_offset": True},
+    "bert": {"family": "bert", "dropout": 0.1},
+    "bert, norms before": {"family": "bert", "norm_order": "pre"},
 }
 SAMPLES = 2
 
@@ -60,7 +62,7 @@ def kept(world: World, spec: Spec) -> int:
     """The bytes that are made in a forward and still there after it."""
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     runner = assemble(spec, world, grid, accumulates=False)
-    (batch,) = Batches(spec, SyntheticSource(1, 257, 64), 0, 1).training(0)
+    (batch,) = Batches(spec, SyntheticSource(1, 257, spec.text_len), 0, 1).training(0)
     with Born() as born:
         loss = runner._forward(batch)  # type: ignore[union-attr]
         size = born.alive()
