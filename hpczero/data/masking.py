@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from hpczero.data.hashes import Hashes, below, mix_all
+from hpczero.data.tokenizer import Tokenizer
 from hpczero.hashing import MASK, mix
 from hpczero.spec.model import Model
 
@@ -32,13 +33,28 @@ _ORDER, _KIND, _TOKEN, _PAIR = range(4)  # what a hash is drawn for
 _SCALE = 2.0**64
 
 
+MARKS = ["[CLS]", "[SEP]", "[MASK]"]
+
+
 @dataclass(frozen=True)
 class SpecialIds:
-    """The ids of [CLS], [SEP] and [MASK]."""
+    """The ids of the three `MARKS`."""
 
     begin: int
     separator: int
     mask: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
+        """Return those of a tokenizer, or the ids after its vocabulary."""
+        known = [one for name in MARKS if (one := tokenizer.token_to_id(name)) is not None]
+        if len(known) == len(MARKS):
+            return cls(*known)
+        first = tokenizer.vocabulary
+        return cls(first, first + 1, first + 2)
+
+    def largest(self) -> int:
+        return max(self.begin, self.separator, self.mask)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
+from hpczero.data.masking import MARKS, SpecialIds
 from hpczero.data.tokenizer import JSON, SETTINGS, ByteTokenizer, Tokenizer
 
 
-def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Tokenizer, seq_len: int, masks: bool = False) -> dict[str, bytes]:
     """Return the tokenizer's own files, and the settings that say which class of
     `transformers` reads them, if it has none.
+
+    `masks`: with the special tokens of a model of masked tokens.
     """
     files = dict(tokenizer.files) or {JSON: as_json(byte_tokenizer())}
     if SETTINGS not in files:
@@ -21,7 +24,42 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
         if JSON not in files:
             settings |= {"legacy": False, "add_bos_token": False, "add_eos_token": False}
         files[SETTINGS] = as_json(settings)
-    return files
+    return _with_marks(files, tokenizer) if masks and JSON in files else files
+
+
+def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Add what a tokenizer lacks of [CLS], [SEP], [MASK], and of where they stand in a text."""
+    content, settings = json.loads(files[JSON]), json.loads(files[SETTINGS])
+    of = SpecialIds.of(tokenizer)
+    ids = dict(zip(MARKS, (of.begin, of.separator, of.mask), strict=True))
+    for name, number in ids.items():
+        if tokenizer.token_to_id(name) != number:
+            content.setdefault("added_tokens", []).append(_special(name, number))
+    if not content.get("post_processor"):
+        content["post_processor"] = _template(ids)
+    for key, name in zip(("cls_token", "sep_token", "mask_token"), MARKS, strict=True):
+        settings.setdefault(key, name)
+    return files | {JSON: as_json(content), SETTINGS: as_json(settings)}
+
+
+def _template(ids: dict[str, int]) -> dict[str, Any]:
+    """Return the step of a tokenizer.json that puts [CLS] and [SEP] around texts."""
+    first, last, _ = MARKS
+
+    def mark(name: str, segment: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": name, "type_id": segment}}
+
+    def text(name: str, segment: int) -> dict[str, Any]:
+        return {"Sequence": {"id": name, "type_id": segment}}
+
+    single = [mark(first, 0), text("A", 0), mark(last, 0)]
+    tokens = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in (first, last)}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, text("B", 1), mark(last, 1)],
+        "special_tokens": tokens,
+    }
 
 
 def byte_tokenizer() -> dict[str, Any]:
@@ -32,15 +70,6 @@ def byte_tokenizer() -> dict[str, Any]:
         "trim_offsets": True,
         "use_regex": False,
     }
-    end = {
-        "id": ByteTokenizer.end_of_document,
-        "content": ByteTokenizer.end,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
     model = {
         "type": "BPE",
         "vocab": {sign: byte for byte, sign in enumerate(signs_of_bytes())},
@@ -48,11 +77,16 @@ def byte_tokenizer() -> dict[str, Any]:
     }
     return {
         "version": "1.0",
-        "added_tokens": [end],
+        "added_tokens": [_special(ByteTokenizer.end, ByteTokenizer.end_of_document)],
         "pre_tokenizer": by_byte,
         "decoder": by_byte,
         "model": model,
     }
+
+
+def _special(name: str, number: int) -> dict[str, Any]:
+    never = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **never, "special": True}
 
 
 def signs_of_bytes() -> list[str]:

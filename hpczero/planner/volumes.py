@@ -62,6 +62,7 @@ from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
 _AGREEMENT = 56
+_WEIGHT = 8  # of a step's targets, where some positions have none
 _LOSS = (1, 2)  # fp32 numbers of each token: the largest logit; two sums
 
 Batches = tuple[tuple[int, int], ...]  # (samples, number of micro-batches with so many)
@@ -212,8 +213,9 @@ class Volumes:
     def _world(self, on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
         ranks = sum(on_nodes)
         for count, nodes in runs(on_nodes):
-            agreement = Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))
-            yield [{"all_reduce": agreement}], count * nodes
+            agreed = [_AGREEMENT, *[_WEIGHT] * self.spec.leaves_out]
+            messages = [Sent(*evenly(2 * size, ranks, ranks - count)) for size in agreed]
+            yield [{"all_reduce": sum(messages, Sent())}], count * nodes
 
     def of_tensor(
         self, stage: int, batches: Batches, on_nodes: Sequence[int], shards: int, data_rank: int

@@ -250,6 +250,12 @@ class Spec(Table):
         """Tokens of text in a sequence."""
         return self.model.text_len(self.seq_len)
 
+    @property
+    def leaves_out(self) -> bool:
+        """Some positions have no target, so that a step's targets are counted."""
+        is_masked = self.model.target_count(self.seq_len) < self.seq_len
+        return self.data.documents != "packed" or is_masked
+
     def of_source(self, source: Source) -> "Spec":
         """Return the job with one source of the mixture alone."""
         data = self.data.model_copy(update={"source": source.path, "sources": ()})

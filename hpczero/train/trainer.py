@@ -94,8 +94,6 @@ class Trainer:
         self.runner = runner
         self.engine = runner.engine
         self.step_tokens = spec.train.global_batch * spec.seq_len
-        # some positions have no target
-        self._leaves_out = spec.data.documents != "packed" or batches.masking is not None
         self.skipped = 0  # steps in a row
         self._all_written = True  # all ranks have written their data of the save in flight
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
@@ -193,7 +191,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         if self.engine.loss_scale.dynamic:
             metrics["loss_scale"] = result.loss_scale
-        if self._leaves_out:
+        if self.spec.leaves_out:
             metrics["targets"] = weight
         if result.bad:
             metrics["skipped"] = True
@@ -266,7 +264,7 @@ class Trainer:
         It is known before unless targets are left out. Of the ranks that share a data rank's
         samples all have the same.
         """
-        if not self._leaves_out:
+        if not self.spec.leaves_out:
             return self.step_tokens
         weight = torch.tensor([sum(batch.loss_weight for batch in batches)], dtype=torch.float64)
         self.world.everyone.all_reduce(weight)

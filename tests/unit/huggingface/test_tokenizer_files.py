@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from hpczero.cli import main
+from hpczero.data.masking import SpecialIds
 from hpczero.data.token_file import open_token_file
 from hpczero.data.tokenizer import Tokenizer, tokenizer
 from hpczero.huggingface.tokenizer_files import signs_of_bytes
@@ -58,6 +59,30 @@ def test_ten_thousand_texts_are_encoded_alike(exported: tuple[Tokenizer, Path]) 
     assert [tokens.tolist() for tokens in again.encode(texts[:200])] == [
         tokens.tolist() for tokens in ours.encode(texts[:200])
     ]
+
+
+@pytest.mark.parametrize("kind", ["byte", "own"])
+def test_a_masked_models_tokenizer_marks_texts_as_in_training(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def number(self):\n    return 'äöü' * 12\n" * 3000)
+    paths = [str(tmp_path / name) for name in ("text.txt", "tokenizer.json", "text.h5")]
+    train = ["data", "tokenizer", "train", "-o", paths[1], "--vocabulary", "290", paths[0]]
+    assert kind == "byte" or main(train) == 0
+    wanted = "byte" if kind == "byte" else paths[1]
+    assert main(["data", "build", "-o", paths[2], "--tokenizer", wanted, paths[0]]) == 0
+    run = random_run(tmp_path, model_of("gpt", family="bert", vocab=300), paths[2])
+    assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "--hf"]) == 0
+    ours = open_token_file(Path(paths[2])).made_with()
+    ids = SpecialIds.of(ours)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    found = theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id
+    assert found == (ids.begin, ids.separator, ids.mask)
+    first, second = (tokens.tolist() for tokens in ours.encode(["def x", "12"]))
+    both = theirs("def x", "12", return_token_type_ids=True)
+    begin, separator = [ids.begin], [ids.separator]
+    assert both["input_ids"] == begin + first + separator + second + separator
+    assert both["token_type_ids"] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert theirs.encode("a[MASK]b", add_special_tokens=False)[1] == ids.mask
 
 
 def test_each_byte_has_a_sign_of_its_own() -> None:
