@@ -2,9 +2,9 @@
 
     [CLS] text [SEP]                  or, of two sentences,     [CLS] first [SEP] second [SEP]
 
-Of the text's tokens a share is to be predicted, the same number in each sample: most are replaced
-by [MASK], one in ten by a random token, one in ten by itself. With `whole_words` the tokens of a
-word go together, as many words as fit into that number.
+A share of a sample's text is to be predicted: most of these tokens are replaced by [MASK], one in
+ten by a random token, one in ten by itself. With whole words they are as many words as fit into
+that number of tokens.
 
 Two sentences are a window of text, cut somewhere in its middle half. In every second sample, on
 average, the second one does not follow the first: it is cut from the sample before ("next"), or the
@@ -14,31 +14,30 @@ Each choice is a hash of (seed, split, sample), so that neither the layout nor a
 and another epoch masks other tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpczero.data.hashes import Hashes, below, mix_all
+from hpczero.data.hashes import Hashes, below, draws
 from hpczero.data.tokenizer import Tokenizer
-from hpczero.hashing import MASK, mix
+from hpczero.hashing import MASK
 from hpczero.spec.model import Model
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Read = Callable[[Sequence[int]], Tokens]  # the texts [samples, text] of these samples of the run
 
-_SALT = {"train": 0x6D61736B, "validation": 0x76616C69}
+SPECIAL = ["[CLS]", "[SEP]", "[MASK]"]
+
 _AS_MASK, _AS_ANY = 0.8, 0.9  # shares of the masked tokens: up to it [MASK], up to it any token
-_ORDER, _KIND, _TOKEN, _PAIR = range(4)  # what a hash is drawn for
+_CHOICE, _KIND, _TOKEN, _APART, _CUT = range(5)  # what a hash is drawn for
 _SCALE = 2.0**64
 
 
-MARKS = ["[CLS]", "[SEP]", "[MASK]"]
-
-
-@dataclass(frozen=True)
-class SpecialIds:
-    """The ids of the three `MARKS`."""
+class SpecialIds(NamedTuple):
+    """The ids of the tokens `SPECIAL`."""
 
     begin: int
     separator: int
@@ -46,137 +45,126 @@ class SpecialIds:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
-        """Return those of a tokenizer, or the ids after its vocabulary."""
-        known = [one for name in MARKS if (one := tokenizer.token_to_id(name)) is not None]
-        if len(known) == len(MARKS):
-            return cls(*known)
-        first = tokenizer.vocabulary
-        return cls(first, first + 1, first + 2)
-
-    def largest(self) -> int:
-        return max(self.begin, self.separator, self.mask)
+        """Return those of a tokenizer; what it lacks has the next ids after its vocabulary."""
+        found, after = list[int](), tokenizer.vocabulary
+        for name in SPECIAL:
+            known = tokenizer.token_to_id(name)
+            found.append(after if known is None else known)
+            after += known is None
+        return cls(*found)
 
 
 @dataclass(frozen=True)
 class Masked:
-    """Samples [samples, seq] with their targets [samples, targets]; as in `model.batch`."""
+    """The tensors of a micro-batch that samples make, as `model.batch` has them."""
 
     tokens: Tokens
     targets: Tokens
-    places: Tokens
+    target_positions: Tokens
     weights: np.ndarray[Any, np.dtype[np.float32]]
     segments: Tokens
     labels: Tokens | None
 
 
+@dataclass(frozen=True)
 class Masking:
-    """How the samples of a run are made of text."""
+    """How the samples of a run are made of text.
 
-    def __init__(
-        self,
-        model: Model,
-        seq_len: int,
-        seed: int,
-        ids: SpecialIds,
-        vocabulary: int,
-        continues: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
-    ) -> None:
-        """`vocabulary`: random tokens are below. `continues`: id -> is no beginning of a word."""
-        self._seq_len = seq_len
-        self._text = model.text_len(seq_len)
-        self._most = model.target_count(seq_len)
-        self._share = model.masked
-        self._sentences = model.sentences
-        self._seed = seed
-        self._ids = ids
-        self._vocabulary = vocabulary
-        self._continues = continues
+    `vocabulary`: random tokens are below. `continues`: id -> goes on with the word before it; None:
+    single tokens are masked.
+    """
 
-    def second_samples(self, split: str, samples: range) -> list[int]:
-        """Return, for each sample, the sample whose text its second sentence is cut from."""
-        if self._sentences != "next":
-            return list(samples)
-        apart = self._is_apart(split, samples)
-        # the first sample has none before it
-        return [max(0, at - 1) if alone else at for at, alone in zip(samples, apart, strict=True)]
+    model: Model
+    seq_len: int
+    seed: int
+    ids: SpecialIds
+    vocabulary: int
+    continues: Flags | None = None
 
-    def samples(self, split: str, samples: range, texts: Tokens, seconds: Tokens) -> Masked:
-        """Return the samples of these texts [samples, text].
+    @property
+    def most(self) -> int:
+        """The most targets of a sample."""
+        return self.model.target_count(self.seq_len)
 
-        `seconds`: the texts of `second_samples`.
-        """
-        tokens, segments = self._marked(split, samples, texts, seconds)
-        labels = None
-        if self._sentences == "next":
-            others = np.array(self.second_samples(split, samples), np.int64)
-            labels = (others != np.arange(samples.start, samples.stop)).astype(np.int64)
-        elif self._sentences == "order":
-            labels = self._is_apart(split, samples).astype(np.int64)
-        places, used = self._places(split, samples, tokens)
-        targets = np.take_along_axis(tokens, places, 1)
-        self._replace(split, samples, tokens, places, used)
-        return Masked(tokens, targets, places, used.astype(np.float32), segments, labels)
+    def samples(self, split: str, samples: range, read: Read) -> Masked:
+        labels = self._labels(split, samples)
+        tokens, segments = self._texts(split, samples, labels, read)
+        positions, used = self._chosen(split, samples, tokens)
+        targets = np.take_along_axis(tokens, positions, 1)
+        self._replace(split, samples, tokens, positions, used)
+        return Masked(tokens, targets, positions, used.astype(np.float32), segments, labels)
 
-    def _marked(
-        self, split: str, samples: range, texts: Tokens, seconds: Tokens
+    def _labels(self, split: str, samples: range) -> Tokens | None:
+        """Return 1 where the second sentence does not follow the first; None: there is one."""
+        if self.model.sentences == "none":
+            return None
+        apart = self._draws(split, samples, _APART, 1)[:, 0] >> np.uint64(63) > 0
+        if self.model.sentences == "next":
+            apart &= np.array(samples) > 0  # the first sample has none before it
+        return apart.astype(np.int64)
+
+    def _texts(
+        self, split: str, samples: range, labels: Tokens | None, read: Read
     ) -> tuple[Tokens, Tokens]:
-        """Return the texts between special tokens, and the segment of each position."""
-        shape = len(samples), self._seq_len
+        """Return texts between special tokens, and the segment of each position."""
+        shape = len(samples), self.seq_len
         tokens, segments = np.empty(shape, np.int64), np.zeros(shape, np.int64)
-        tokens[:, 0] = self._ids.begin
-        tokens[:, -1] = self._ids.separator
-        if self._sentences == "none":
+        tokens[:, 0] = self.ids.begin
+        tokens[:, -1] = self.ids.separator
+        texts = read(samples)
+        if labels is None:
             tokens[:, 1:-1] = texts
             return tokens, segments
-        margin = self._text // 4
-        draws = self._draws(split, samples, _PAIR, 2)[:, 1]
-        lengths = margin + below(draws, max(1, self._text - 2 * margin + 1))
-        swapped = self._is_apart(split, samples) & (self._sentences == "order")
-        for row, segment, length, text, other, swap in zip(
-            tokens, segments, lengths.tolist(), texts, seconds, swapped, strict=True
+        apart = np.flatnonzero(labels)
+        seconds = texts.copy()
+        if self.model.sentences == "next":
+            seconds[apart] = read([samples[at] - 1 for at in apart])
+        text = texts.shape[1]
+        margin = text // 4
+        cuts = margin + below(self._draws(split, samples, _CUT, 1)[:, 0], text - 2 * margin + 1)
+        swaps = labels * (self.model.sentences == "order")
+        for row, segment, cut, first, second, swap in zip(
+            tokens, segments, cuts.tolist(), texts, seconds, swaps, strict=True
         ):
-            pair = text[:length], other[length:]
-            first, second = reversed(pair) if swap else pair
-            row[1:-1] = np.concatenate([first, [self._ids.separator], second])
-            segment[len(first) + 2 :] = 1
+            pair = [first[:cut], second[cut:]]
+            if swap:
+                pair.reverse()
+            row[1:-1] = np.concatenate([pair[0], [self.ids.separator], pair[1]])
+            segment[len(pair[0]) + 2 :] = 1
         return tokens, segments
 
-    def _places(
-        self, split: str, samples: range, tokens: Tokens
-    ) -> tuple[Tokens, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Return the places to predict, in order, and which are used; one that is not is 0."""
-        ids = self._ids
-        maskable = (tokens != ids.begin) & (tokens != ids.separator) & (tokens != ids.mask)
+    def _chosen(self, split: str, samples: range, tokens: Tokens) -> tuple[Tokens, Flags]:
+        """Return the positions of targets, ascending, and which are used; one that is not is 0."""
+        maskable = ~np.isin(tokens, self.ids)
         maskable[:, [0, -1]] = False
-        wanted = np.rint(self._share * maskable.sum(1)).astype(np.int64)
-        wanted = np.minimum(np.clip(wanted, 1, self._most), maskable.sum(1))
-        draws = self._draws(split, samples, _ORDER, self._seq_len)
+        wanted = np.rint(self.model.masked_fraction * maskable.sum(1)).astype(np.int64)
+        wanted = np.minimum(np.clip(wanted, 1, self.most), maskable.sum(1))
+        hashes = self._draws(split, samples, _CHOICE, self.seq_len)
         # one bit less, so that those that may not be masked come last
-        draws = np.where(maskable, draws >> np.uint64(1), np.uint64(MASK))
-        if self._continues is None:
-            order = np.argsort(draws, 1, kind="stable")[:, : self._most]
-            used = np.arange(self._most) < wanted[:, None]
+        hashes = np.where(maskable, hashes >> np.uint64(1), np.uint64(MASK))
+        if self.continues is None:
+            chosen = np.argsort(hashes, 1, kind="stable")[:, : self.most]
+            used = np.arange(self.most) < wanted[:, None]
         else:
-            order = np.zeros((len(samples), self._most), np.int64)
-            used = np.zeros(order.shape, np.bool_)
+            chosen = np.zeros((len(samples), self.most), np.int64)
+            used = np.zeros(chosen.shape, np.bool_)
             for sample, most in enumerate(wanted.tolist()):
-                found = self._words(tokens[sample], maskable[sample], draws[sample], most)
-                order[sample, : len(found)] = found
+                found = self._words(tokens[sample], maskable[sample], hashes[sample], most)
+                chosen[sample, : len(found)] = found
                 used[sample, : len(found)] = True
-        places = np.sort(np.where(used, order, self._seq_len), 1)
-        used = places < self._seq_len
-        return np.where(used, places, 0), used
+        positions = np.sort(np.where(used, chosen, self.seq_len), 1)
+        used = positions < self.seq_len
+        return np.where(used, positions, 0), used
 
-    def _words(
-        self, tokens: Tokens, maskable: np.ndarray[Any, Any], draws: Hashes, most: int
-    ) -> list[int]:
+    def _words(self, tokens: Tokens, maskable: Flags, hashes: Hashes, most: int) -> list[int]:
         """Return the positions of whole words, no more than `most`."""
-        assert self._continues is not None
-        is_part = self._continues[np.minimum(tokens, len(self._continues) - 1)]
-        begins = np.flatnonzero(maskable & ~(is_part & np.roll(maskable, 1)))
+        assert self.continues is not None
+        known = tokens < len(self.continues)
+        goes_on = self.continues[np.where(known, tokens, 0)] & known & np.roll(maskable, 1)
+        begins = np.flatnonzero(maskable & ~goes_on)
         ends = np.append(begins[1:], len(tokens))
         found: list[int] = []
-        for word in np.argsort(draws[begins], kind="stable").tolist():
+        for word in np.argsort(hashes[begins], kind="stable").tolist():
             at = np.arange(begins[word], ends[word])
             inside = at[maskable[at]].tolist()
             if len(found) + len(inside) <= most:
@@ -186,22 +174,14 @@ class Masking:
         return found
 
     def _replace(
-        self, split: str, samples: range, tokens: Tokens, places: Tokens,
-        used: np.ndarray[Any, Any],
-    ) -> None:  # fmt: skip
-        before = np.take_along_axis(tokens, places, 1)
-        kinds = self._draws(split, samples, _KIND, self._most).astype(np.float64) / _SCALE
-        others = below(self._draws(split, samples, _TOKEN, self._most), self._vocabulary)
+        self, split: str, samples: range, tokens: Tokens, positions: Tokens, used: Flags
+    ) -> None:
+        before = np.take_along_axis(tokens, positions, 1)
+        kinds = self._draws(split, samples, _KIND, self.most).astype(np.float64) / _SCALE
+        others = below(self._draws(split, samples, _TOKEN, self.most), self.vocabulary)
         after = np.where(kinds < _AS_ANY, others, before)
-        after = np.where(kinds < _AS_MASK, self._ids.mask, after)
-        np.put_along_axis(tokens, places, np.where(used, after, before), 1)
+        after = np.where(kinds < _AS_MASK, self.ids.mask, after)
+        np.put_along_axis(tokens, positions, np.where(used, after, before), 1)
 
-    def _is_apart(self, split: str, samples: range) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return for which samples the second sentence does not follow the first."""
-        return self._draws(split, samples, _PAIR, 1)[:, 0] >> np.uint64(63) > 0
-
-    def _draws(self, split: str, samples: Sequence[int], use: int, count: int) -> Hashes:
-        """Return hashes [samples, count] for one use."""
-        key = mix(mix(self._seed & MASK) ^ _SALT[split] ^ use << 32)
-        numbers = mix_all(np.array(samples, np.uint64) ^ np.uint64(key))
-        return mix_all(numbers[:, None] ^ np.arange(count, dtype=np.uint64))
+    def _draws(self, split: str, samples: range, use: int, count: int) -> Hashes:
+        return draws(self.seed, split, samples, use, count)

@@ -1,6 +1,6 @@
 """The samples that a family's training takes, made of windows of text."""
 
-from hpczero.data.masking import MARKS, Masking, SpecialIds
+from hpczero.data.masking import SPECIAL, Masking, SpecialIds
 from hpczero.data.token_source import NO_TOKENIZER, TokenSource
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
@@ -9,15 +9,15 @@ from hpczero.text import join_words
 
 def masking_of(spec: Spec, source: TokenSource) -> Masking | None:
     """Return how a spec masks tokens; None if its model predicts the next one."""
-    if spec.model.family != "bert":
+    if not spec.model.masks:
         return None
     tokenizer = source.tokenizer()
     ids = _special_ids(spec, source)
-    if ids.largest() >= spec.model.vocab:
-        listed = join_words([str(one) for one in (ids.begin, ids.separator, ids.mask)])
+    if max(ids) >= spec.model.vocab:
+        listed = join_words([str(one) for one in ids])
         raise InputError(
-            f"model.vocab = {spec.model.vocab} is too small for the ids of {join_words(MARKS)}, "
-            f"{listed}: set model.vocab = {ids.largest() + 1} or more"
+            f"model.vocab = {spec.model.vocab} is too small for the ids of {join_words(SPECIAL)}, "
+            f"{listed}: set model.vocab = {max(ids) + 1} or more"
         )
     continues = None
     if spec.data.whole_words:
@@ -36,11 +36,11 @@ def _special_ids(spec: Spec, source: TokenSource) -> SpecialIds:
     if spec.data.special_ids:
         return SpecialIds(*spec.data.special_ids)
     if source.describe()["tokenizer"] == NO_TOKENIZER:  # random tokens: the last ones are as good
-        return SpecialIds(*range(spec.model.vocab - len(MARKS), spec.model.vocab))
+        return SpecialIds(*range(spec.model.vocab - len(SPECIAL), spec.model.vocab))
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise InputError(
             f"the tokenizer of {source.describe()['path']} is not known: say which ids are "
-            f"{join_words(MARKS)} by data.special_ids"
+            f"{join_words(SPECIAL)} by data.special_ids"
         )
     return SpecialIds.of(tokenizer)

@@ -107,7 +107,7 @@ def _resolved(model: Model) -> dict[str, Any]:
     if model.family == "llama":
         del found["seq_len"]
     found["sentences"] = "none" if model.sentences == "none" else "next"  # the same head
-    del found["masked"]  # of its training alone
+    del found["masked_fraction"]  # of its training alone
     return found
 
 
@@ -143,7 +143,7 @@ _BERT = {
 }
 
 
-def _bert(name: str, model_type: str, sentences: str, weights: str, order: str) -> "Architecture":
+def _bert(name: str, model_type: str, sentences: str, order: str) -> "Architecture":
     return Architecture(
         name,
         model_type,
@@ -157,7 +157,7 @@ def _bert(name: str, model_type: str, sentences: str, weights: str, order: str) 
             "position_embedding_type": "absolute",
             "add_cross_attention": False,
         },
-        weights=weights,
+        weights=model_type,
         heads_divide=True,
     )
 
@@ -266,10 +266,10 @@ ARCHITECTURES = {
             },
             weights="gpt2",
         ),
-        _bert("BertForPreTraining", "bert", "next", "bert", "post"),
-        _bert("BertForMaskedLM", "bert", "none", "bert", "post"),
-        _bert("MegatronBertForPreTraining", "megatron-bert", "next", "megatron-bert", "pre"),
-        _bert("MegatronBertForMaskedLM", "megatron-bert", "none", "megatron-bert", "pre"),
+        _bert("BertForPreTraining", "bert", "next", "post"),
+        _bert("BertForMaskedLM", "bert", "none", "post"),
+        _bert("MegatronBertForPreTraining", "megatron-bert", "next", "pre"),
+        _bert("MegatronBertForMaskedLM", "megatron-bert", "none", "pre"),
     )
 }
 

@@ -24,7 +24,6 @@ from hpczero.huggingface.architectures import (
 from hpczero.huggingface.config import Config
 from hpczero.huggingface.tensor_names import NAMES, views
 from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
-from hpczero.model.families import family
 from hpczero.safe_files import read_small, remove, written_durably
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Model, Spec
@@ -179,8 +178,7 @@ class NewFolder:
         if self.tokenizer is None:
             return {CONFIG: as_json(config)}
         end = {"eos_token_id": self.tokenizer.end_of_document}
-        masks = family(self.model).picks
-        files = tokenizer_files(self.tokenizer, self.model.seq_len, masks)
-        if masks:  # it writes no text
+        files = tokenizer_files(self.tokenizer, self.model.seq_len, self.model.masks)
+        if self.model.masks:  # it writes no text
             return files | {CONFIG: as_json(config)}
         return files | {CONFIG: as_json(config | end), _GENERATION: as_json(end)}

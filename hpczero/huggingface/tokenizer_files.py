@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hpczero.data.masking import MARKS, SpecialIds
+from hpczero.data.masking import SPECIAL, SpecialIds
 from hpczero.data.tokenizer import JSON, SETTINGS, ByteTokenizer, Tokenizer
 
 
@@ -30,21 +30,20 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int, masks: bool = False) -> 
 def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
     """Add what a tokenizer lacks of [CLS], [SEP], [MASK], and of where they stand in a text."""
     content, settings = json.loads(files[JSON]), json.loads(files[SETTINGS])
-    of = SpecialIds.of(tokenizer)
-    ids = dict(zip(MARKS, (of.begin, of.separator, of.mask), strict=True))
+    ids = dict(zip(SPECIAL, SpecialIds.of(tokenizer), strict=True))
     for name, number in ids.items():
         if tokenizer.token_to_id(name) != number:
             content.setdefault("added_tokens", []).append(_special(name, number))
     if not content.get("post_processor"):
         content["post_processor"] = _template(ids)
-    for key, name in zip(("cls_token", "sep_token", "mask_token"), MARKS, strict=True):
+    for key, name in zip(("cls_token", "sep_token", "mask_token"), SPECIAL, strict=True):
         settings.setdefault(key, name)
     return files | {JSON: as_json(content), SETTINGS: as_json(settings)}
 
 
 def _template(ids: dict[str, int]) -> dict[str, Any]:
     """Return the step of a tokenizer.json that puts [CLS] and [SEP] around texts."""
-    first, last, _ = MARKS
+    first, last, _ = SPECIAL
 
     def mark(name: str, segment: int) -> dict[str, Any]:
         return {"SpecialToken": {"id": name, "type_id": segment}}

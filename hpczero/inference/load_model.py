@@ -35,7 +35,7 @@ def open_checkpoint(path: str, step: int | None) -> Checkpoint:
                 "hpczero's own families can be built from a checkpoint alone; `hpczero ckpt "
                 "export` writes the weights for other programs"
             )
-        if families.family(model).picks:
+        if model.masks:
             raise InputError(
                 f"{printable(path)} is of model.family = {printable(model.family)}, which does not "
                 "predict next tokens: `hpczero run` evaluates it as it trains, and `hpczero ckpt "

@@ -1,6 +1,7 @@
 """The input of a model: one micro-batch, and what its random choices depend on."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ class MicroBatch:
 
     With a `cache` the tokens follow those that are in it.
 
-    Where tokens are masked, the targets [samples, targets] are those at the `places` of the same
-    shape, and a place that is not used has weight 0. `segments` [samples, seq] are 1 at the tokens
+    Where tokens are masked, the targets [samples, targets] are those at the `target_positions` of
+    the same shape; one that is not used has weight 0. `segments` [samples, seq] are 1 at the tokens
     of a second sentence; `labels` [samples]: 1 where the two do not follow one another.
     """
 
@@ -36,25 +37,17 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     cache: KeyValueCache | None = None
-    places: torch.Tensor | None = None
+    target_positions: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     labels: torch.Tensor | None = None
 
     def on(self, device: Device) -> "MicroBatch":
-        def put(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else device.put(tensor)
-
-        return replace(
-            self,
-            tokens=device.put(self.tokens),
-            targets=device.put(self.targets),
-            samples=device.put(self.samples),
-            positions=put(self.positions),
-            weights=put(self.weights),
-            places=put(self.places),
-            segments=put(self.segments),
-            labels=put(self.labels),
-        )
+        tensors: dict[str, Any] = {
+            name: device.put(value)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
 
     @property
     def reach(self) -> int:

@@ -24,7 +24,7 @@ from hpczero_kernels.operations import OPERATIONS
 
 class Bert(Layered):
     def __init__(self, model: Model) -> None:
-        blocks = (Block(model, index) for index in range(model.layers))
+        blocks = (gpt.Block(model, index) for index in range(model.layers))
         super().__init__(model, Embedding(model), blocks, Head(model))
 
 
@@ -57,45 +57,11 @@ class Embedding(nn.Module):
         return self.dropout(self.norm(vectors), batch)
 
 
-class Attention(gpt.Attention):
-    """Add attention's result to the residual stream; the norm is before it, or after the sum."""
-
-    def __init__(self, model: Model, index: int) -> None:
-        super().__init__(model, index)
-        self.norm_is_last = model.norm_order == "post"
-
-    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if not self.norm_is_last:
-            return super().forward(x, batch)
-        return self.norm(self.dropout(self.result(x, batch), batch, x))
-
-
-class FeedForward(gpt.FeedForward):
-    """Add the feed-forward network's result to the stream; the norm as in attention."""
-
-    def __init__(self, model: Model, index: int) -> None:
-        super().__init__(model, index)
-        self.norm_is_last = model.norm_order == "post"
-        self.gelu = _exact_gelu(model)
-
-    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        if not self.norm_is_last:
-            return super().forward(x, batch)
-        return self.norm(self.dropout(self.result(x), batch, x))
-
-
-class Block(gpt.Block):
-    def __init__(self, model: Model, index: int) -> None:
-        nn.Module.__init__(self)
-        self.attention = Attention(model, index)
-        self.feed_forward = FeedForward(model, index)
-
-
 class Pick(nn.Module):
     """The vectors at some positions of each sample."""
 
-    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return x.gather(1, places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 class Head(nn.Module):
@@ -107,7 +73,7 @@ class Head(nn.Module):
         self.pick = Pick()
         self.norm = Norm(model) if model.norm_order == "pre" else nn.Identity()
         self.transform = Linear(hidden, hidden)
-        self.gelu = _exact_gelu(model)
+        self.gelu = partial(OPERATIONS[model.kernels].gelu, by_tanh=False)
         self.transform_norm = Norm(model)
         self.logits = Linear(hidden, model.vocab)
         self.loss = CrossEntropy(model)
@@ -116,31 +82,24 @@ class Head(nn.Module):
             self.sentences = Linear(hidden, 2)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        assert batch.places is not None
+        positions = batch.target_positions
+        assert positions is not None
         assert batch.weights is not None
+        first = positions.new_zeros(len(positions), 0 if batch.labels is None else 1)
+        picked = self.norm(self.pick(x, torch.cat([first, positions], 1)))
+        scores = self.scores(picked[:, first.shape[1] :])
+        loss: torch.Tensor = self.loss(scores, batch.targets, batch.weights, batch.by_sample)
         if batch.labels is None:
-            scores = self.scores(self.picked(x, batch.places))
-            return self.loss(scores, batch.targets, batch.weights, batch.by_sample)
-        first = torch.zeros_like(batch.places[:, :1])
-        picked = self.picked(x, torch.cat([first, batch.places], 1))
-        loss = self.loss(self.scores(picked[:, 1:]), batch.targets, batch.weights, batch.by_sample)
-        of_labels = functional.cross_entropy(
-            self.order(picked[:, 0]).float(), batch.labels, reduction="none"
-        )
+            return loss
+        scores = self.label_scores(picked[:, 0]).float()
+        of_labels = functional.cross_entropy(scores, batch.labels, reduction="none")
         of_labels = of_labels * batch.weights.sum(1)
         return loss + (of_labels if batch.by_sample else of_labels.sum())
-
-    def picked(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.pick(x, places))
 
     def scores(self, picked: torch.Tensor) -> torch.Tensor:
         """Return the logits of the tokens that may be at these positions."""
         return self.logits(self.transform_norm(self.gelu(self.transform(picked))))
 
-    def order(self, first: torch.Tensor) -> torch.Tensor:
+    def label_scores(self, first: torch.Tensor) -> torch.Tensor:
         """Return the logits [samples, 2] of the label, from the vector of the first position."""
         return self.sentences(torch.tanh(self.pooler(first)))
-
-
-def _exact_gelu(model: Model) -> partial[torch.Tensor]:
-    return partial(OPERATIONS[model.kernels].gelu, by_tanh=False)

@@ -72,6 +72,10 @@ def _linear(name: str, outputs: int, inputs: int) -> tuple[Parameter, ...]:
     return weight, Parameter(f"{name}.bias", (outputs,), ZEROS)
 
 
+def _picked(model: Model, seq: int) -> int:
+    return model.target_count(seq) + (model.sentences != "none")
+
+
 def _operations(model: Model, seq: int) -> list[int]:
     """Count products: those of the head are made for targets alone."""
     hidden = model.hidden
@@ -141,5 +145,5 @@ BERT = Family(
         "head.pick": "picked from rows",
     },
     cheap=GPT.cheap,
-    picks=True,
+    picked=_picked,
 )

@@ -9,6 +9,8 @@ may treat specially is a module with a name.
 Legend: [samples, seq, hidden], heads x head_dim = inner.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -61,11 +63,31 @@ class Embedding(nn.Module):
         return self.dropout(self.lookup(tokens, batch.positions), batch)
 
 
-class Attention(nn.Module):
-    """Add attention's result to the residual stream."""
+class Sublayer(nn.Module):
+    """Add a result to the residual stream; the norm is of what it is made from, or of the sum."""
 
-    def __init__(self, model: Model, index: int) -> None:
+    norm: nn.Module
+    dropout: nn.Module
+
+    def __init__(self, model: Model) -> None:
         super().__init__()
+        self.norm_is_last = shapes.norms_are_last(model)
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if self.norm_is_last:
+            summed: torch.Tensor = self.norm(self.dropout(self.result(x, batch), batch, x))
+            return summed
+        added: torch.Tensor = self.dropout(self.result(self.norm(x), batch), batch, x)
+        return added
+
+    def result(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return what is added to the residual stream."""
+        raise NotImplementedError
+
+
+class Attention(Sublayer):
+    def __init__(self, model: Model, index: int) -> None:
+        super().__init__(model)
         self.head_dim = shapes.head_dim(model)
         self.core = AttentionCore(model, index)
         inner = model.heads * self.head_dim
@@ -74,11 +96,7 @@ class Attention(nn.Module):
         self.output = Linear(inner, model.hidden)
         self.dropout = Dropout(model, f"blocks.{index}.attention")
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.dropout(self.result(self.norm(x), batch), batch, x)
-
     def result(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return what is added."""
         # [samples, seq, 3, heads, head_dim]
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
@@ -86,22 +104,17 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """Add the feed-forward network's result to the residual stream."""
-
+class FeedForward(Sublayer):
     def __init__(self, model: Model, index: int) -> None:
-        super().__init__()
+        super().__init__(model)
         self.norm = Norm(model)
         self.up = Linear(model.hidden, shapes.ffn(model))
         self.down = Linear(shapes.ffn(model), model.hidden)
         self.dropout = Dropout(model, f"blocks.{index}.feed_forward")
-        self.gelu = OPERATIONS[model.kernels].gelu
+        by_tanh = model.family != "bert"
+        self.gelu = partial(OPERATIONS[model.kernels].gelu, by_tanh=by_tanh)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.dropout(self.result(self.norm(x)), batch, x)
-
-    def result(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added."""
+    def result(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return self.down(self.gelu(self.up(x)))
 
 

@@ -102,6 +102,11 @@ def is_causal(model: Model) -> bool:
     return model.family != "bert"
 
 
+def norms_are_last(model: Model) -> bool:
+    """Return True if a norm follows each sum with the residual stream, and none precedes it."""
+    return model.family == "bert" and model.norm_order == "post"
+
+
 def kv_heads(model: Model) -> int:
     return model.kv_heads or model.heads
 
@@ -204,8 +209,8 @@ class Family:
     sequence_plan: Mapping[str, str]  # with sequence parallelism, too
     # module -> its cheap operation, of which results need not be kept (memory.recompute)
     cheap: Mapping[str, str]
-    # the head works on positions that it picks, which are whole on every tensor rank
-    picks: bool = False
+    # positions of a sequence that the head picks, which are whole on every tensor rank
+    picked: Callable[[Model, int], int] | None = None
 
 
 # roles of modules whose parameters every rank holds: it has some rows, or some heads, and the

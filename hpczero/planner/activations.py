@@ -231,7 +231,7 @@ def moments_of(
         loss_rows(spec.memory, tokens),
         partitions(spec),
         blocks_here,
-        samples * spec.model.target_count(spec.seq_len) if family(spec.model).picks else 0,
+        samples * spec.model.target_count(spec.seq_len) if family(spec.model).picked else 0,
     )
     return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)
 

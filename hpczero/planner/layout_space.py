@@ -234,7 +234,7 @@ class Space:
         blocks = known(self.spec.model)
         tokens = micro_batch * self.spec.seq_len
         memory = self.spec.memory.model_copy(update={"loss_chunk": "auto"})
-        splits = blocks and not family(self.spec.model).picks
+        splits = blocks and not family(self.spec.model).picked
         pieces = 2 if splits and loss_rows(memory, tokens) else 1
         replicated = parallel.tensor > 1 and not parallel.sequence_parallel
         found = [

@@ -213,7 +213,7 @@ class Volumes:
     def _world(self, on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
         ranks = sum(on_nodes)
         for count, nodes in runs(on_nodes):
-            agreed = [_AGREEMENT, *[_WEIGHT] * self.spec.leaves_out]
+            agreed = [_AGREEMENT, *[_WEIGHT] * self.spec.counts_targets]
             messages = [Sent(*evenly(2 * size, ranks, ranks - count)) for size in agreed]
             yield [{"all_reduce": sum(messages, Sent())}], count * nodes
 
@@ -281,17 +281,16 @@ class Volumes:
                 plan = plans.sequence_plan
                 for size in self._once(sizes_with_role, by, layer, plan, NORM_OF_ROWS):
                     yield "all_reduce", 2 * size * self._width, kinds[kind] * times
-            if "head" in kinds and plans.picks:
-                picked = model.target_count(self.spec.seq_len) + (model.sentences != "none")
-                picked *= samples * model.hidden * self._width
-                yield "all_reduce", 2 * picked, times
+            if "head" in kinds and plans.picked:
+                picked = samples * plans.picked(model, self.spec.seq_len)
+                yield "all_reduce", 2 * picked * model.hidden * self._width, times
         else:
             size = tokens * model.hidden * self._width
             yield "all_reduce", 2 * size, forward + backward
             yield "all_gather", size, again * times * self.spec.memory.partition_activations
         if "head" in kinds:
             targets = samples * model.target_count(self.spec.seq_len)
-            if plans.picks:
+            if plans.picked:  # the gradient of what the logits are made from
                 yield "all_reduce", 2 * targets * model.hidden * self._width, times
             piece = chunk or max(targets, 1)
             for rows, count in ((piece, targets // piece), (targets % piece, 1)):

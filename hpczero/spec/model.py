@@ -59,7 +59,7 @@ class Model(Table):
         "silu", "identity", "llama: gate of the feed-forward part (SwiGLU; GeGLU by tanh or exact)"
     )
     norm_eps: float = key(
-        1e-5, "identity", "llama, bert: added to the mean square in norms", gt=0, le=1
+        1e-5, "identity", "added to the variance, or the mean square, in norms", gt=0, le=1
     )
     norm_offset: StrictBool = key(False, "identity", "llama: norms multiply by 1 + weight (Gemma)")
     post_norms: StrictBool = key(
@@ -163,7 +163,9 @@ class Model(Table):
         "bert: norms after each sum with the residual stream (as published), or before attention "
         "and feed-forward (as in Megatron-LM)",
     )
-    masked: float = key(0.15, "identity", "bert: share of the tokens to predict", gt=0, lt=1)
+    masked_fraction: float = key(
+        0.15, "identity", "bert: share of the tokens to predict", gt=0, lt=1
+    )
     sentences: Literal["none", "next", "order"] = key(
         "none",
         "identity",
@@ -172,20 +174,32 @@ class Model(Table):
     )
     attention: Attention = Attention()
 
+    @property
+    def masks(self) -> bool:
+        """The model predicts masked tokens, and not the next one."""
+        return self.family == "bert"
+
     def text_len(self, seq_len: int) -> int:
         """Return the tokens of text in a sequence: [CLS] and each [SEP] are no text."""
-        if self.family != "bert":
+        if not self.masks:
             return seq_len
         return seq_len - (2 if self.sentences == "none" else 3)
 
     def target_count(self, seq_len: int) -> int:
         """Return the most targets of a sequence."""
-        if self.family != "bert":
+        if not self.masks:
             return seq_len
-        return max(1, round(self.masked * self.text_len(seq_len)))
+        return max(1, round(self.masked_fraction * self.text_len(seq_len)))
 
 
 _NAMES = list(Model.model_fields)
-# keys that other families leave at their default
-OF_LLAMA = tuple(_NAMES[_NAMES.index("kv_heads") : _NAMES.index("norm_order")])
-OF_BERT = ("norm_eps", *_NAMES[_NAMES.index("norm_order") : _NAMES.index("attention")])
+# family -> keys that others leave at their default
+KEYS_OF: dict[str, tuple[str, ...]] = {
+    "gpt": (),
+    "llama": tuple(
+        name
+        for name in _NAMES[_NAMES.index("kv_heads") : _NAMES.index("norm_order")]
+        if name != "norm_eps"
+    ),
+    "bert": ("norm_order", "masked_fraction", "sentences"),
+}

@@ -5,12 +5,11 @@ from itertools import chain
 
 from hpczero.model.shapes import head_dim, keys_without_effect
 from hpczero.spec.keys import Contradiction
-from hpczero.spec.model import OF_BERT, OF_LLAMA, Model
+from hpczero.spec.model import KEYS_OF, Model
 from hpczero.spec.schema import Spec
 from hpczero.text import join_words, toml_repr
 
-_KEYS: dict[str, tuple[str, ...]] = {"gpt": (), "llama": OF_LLAMA, "bert": OF_BERT}
-_LEAST_TEXT = 4  # tokens, of which two sentences can be cut
+_LEAST_TEXT = 4  # tokens: fewer cannot be cut into two sentences, or masked in part
 
 
 def unused_by_llama(model: Model) -> list[str]:
@@ -26,30 +25,35 @@ def unused_by_llama(model: Model) -> list[str]:
 def _keys_of_others(spec: Spec) -> Iterator[Contradiction]:
     """Keys of one family mean nothing to another; a factory may read them."""
     model = spec.model
-    if model.family not in _KEYS:
+    if model.family not in KEYS_OF:
         return
     default = type(model)()
-    for name in dict.fromkeys(chain(*_KEYS.values())):
-        families = [family for family, keys in _KEYS.items() if name in keys]
+    for name in dict.fromkeys(chain(*KEYS_OF.values())):
+        families = [family for family, keys in KEYS_OF.items() if name in keys]
         if model.family not in families and getattr(model, name) != getattr(default, name):
             yield Contradiction(
                 (f"model.{name}", "model.family"),
                 f"model.{name} = {toml_repr(getattr(model, name))} is for "
                 f"model.family = {join_words([toml_repr(one) for one in families], 'or')}, and it "
-                f"is {toml_repr(model.family)}: leave it out, or take the other",
+                f"is {toml_repr(model.family)}: leave it out, or take that family",
             )
 
 
-def _bert(spec: Spec) -> Iterator[Contradiction]:
+def _samples(spec: Spec) -> Iterator[Contradiction]:
+    """Keys of masked samples mean nothing to models that predict the next token."""
+    for name in ("whole_words", "special_ids"):
+        value = getattr(spec.data, name)
+        if value and not spec.model.masks:
+            yield Contradiction(
+                (f"data.{name}", "model.family"),
+                f"data.{name} = {toml_repr(value)} is for models that predict masked tokens, and "
+                f"model.family is {toml_repr(spec.model.family)}: leave it out",
+            )
+
+
+def _masked(spec: Spec) -> Iterator[Contradiction]:
     model, data = spec.model, spec.data
-    if model.family != "bert":
-        for name in ("whole_words", "special_ids"):
-            if getattr(data, name):
-                yield Contradiction(
-                    (f"data.{name}", "model.family"),
-                    f"data.{name} = {toml_repr(getattr(data, name))} is for models that predict "
-                    f"masked tokens, and model.family is {toml_repr(model.family)}: leave it out",
-                )
+    if not model.masks:
         return
     length = "data.seq_len" if data.seq_len else "model.seq_len"
     if spec.text_len < _LEAST_TEXT:
@@ -65,17 +69,17 @@ def _bert(spec: Spec) -> Iterator[Contradiction]:
             f"data.special_ids = {toml_repr(data.special_ids)} must be three numbers, the ids of "
             "[CLS], [SEP] and [MASK], or []",
         )
-    causal_alone = (
+    refused = (
         ("data.documents", data.documents, "packed", "its samples are made of packed text"),
         ("schedule.seq_len", spec.schedule.seq_len, (), "train in phases, one run after the other"),
         ("memory.loss_chunk", spec.memory.loss_chunk, 0, "it has logits of masked tokens alone"),
     )
-    for name, value, needed, why in causal_alone:
+    for name, value, needed, why in refused:
         if value != needed:
             yield Contradiction(
                 (name, "model.family"),
-                f'{name} = {toml_repr(value)} is not for model.family = "bert" ({why}): '
-                f"set it to {toml_repr(needed)}",
+                f"{name} = {toml_repr(value)} is not for model.family = {toml_repr(model.family)} "
+                f"({why}): set it to {toml_repr(needed)}",
             )
 
 
@@ -134,4 +138,4 @@ def _stretched(model: Model) -> Iterator[Contradiction]:
         )
 
 
-RULES = (_keys_of_others, _bert, _llama)
+RULES = (_keys_of_others, _samples, _masked, _llama)

@@ -251,10 +251,9 @@ class Spec(Table):
         return self.model.text_len(self.seq_len)
 
     @property
-    def leaves_out(self) -> bool:
-        """Some positions have no target, so that a step's targets are counted."""
-        is_masked = self.model.target_count(self.seq_len) < self.seq_len
-        return self.data.documents != "packed" or is_masked
+    def counts_targets(self) -> bool:
+        """A step's targets are known only when its samples are read."""
+        return self.data.documents != "packed" or self.model.masks
 
     def of_source(self, source: Source) -> "Spec":
         """Return the job with one source of the mixture alone."""

@@ -16,14 +16,12 @@ variance by fewer numbers: the mean of m windows differs by s^2 / m.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from math import isfinite, sqrt
 from operator import add
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hpczero.data.documents import Cut
 from hpczero.data.masking import Masking
@@ -45,11 +43,12 @@ class Batches:
     source: TokenSource
     data_rank: int
     data_ranks: int
+    masking: Masking | None = None  # that of the spec and source; `replace` keeps it
     _shorter: dict[int, "Batches"] = field(init=False, default_factory=dict, repr=False)
 
-    @cached_property
-    def masking(self) -> Masking | None:
-        return masking_of(self.spec, self.source)
+    def __post_init__(self) -> None:
+        if self.spec.model.masks and not self.masking:
+            object.__setattr__(self, "masking", masking_of(self.spec, self.source))
 
     def parts(self) -> list[range]:
         """Return this rank's positions in the global batch, a range per micro-batch.
@@ -101,43 +100,32 @@ class Batches:
     def _read(self, split: str, first: int, positions: range, step: int) -> MicroBatch:
         """Read these positions of the global batch whose first sample is `first`."""
         here = range(first + positions.start, first + positions.stop)
-        rows, cuts = self._texts(split, here)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
+        seed = self.spec.seed
         if self.masking:
-            return self._masked(self.masking, split, here, rows, (samples, step))
+            made = self.masking.samples(split, here, lambda of: self._windows(split, of)[0][:, :-1])
+            tensors: dict[str, Any] = {
+                name: torch.from_numpy(array)
+                for name, array in vars(made).items()
+                if array is not None
+            }
+            return MicroBatch(**tensors, samples=samples, step=step, seed=seed)
+        rows, cuts = self._windows(split, here)
         text = torch.from_numpy(rows)
-        batch = MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)
+        batch = MicroBatch(text[:, :-1], text[:, 1:], samples, step, seed)
         return batch if self.spec.data.documents == "packed" else with_documents(batch, cuts)
 
-    def _texts(self, split: str, samples: range) -> tuple[np.ndarray, list[Cut | None]]:
+    def _windows(self, split: str, samples: Sequence[int]) -> tuple[np.ndarray, list[Cut | None]]:
         """Read the windows of these samples of the run."""
         source = self.source
         rows = np.empty((len(samples), self.spec.text_len + 1), np.int64)
-        windows = source.chosen(split, self.spec.seed, samples)
+        seed = self.spec.seed
+        if isinstance(samples, range):
+            windows = source.chosen(split, seed, samples)
+        else:
+            windows = [source.chosen(split, seed, range(at, at + 1))[0] for at in samples]
         cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
         return rows, cuts
-
-    def _masked(
-        self, masking: Masking, split: str, here: range, rows: np.ndarray, whose: tuple[Tensor, int]
-    ) -> MicroBatch:
-        """Return the masked samples of these windows, which a token more than they need."""
-        texts = rows[:, :-1]
-        seconds = texts
-        others = masking.second_samples(split, here)
-        if others != list(here):
-            seconds = texts.copy()
-            for row, sample, other in zip(seconds, here, others, strict=True):
-                if other != sample:
-                    row[:] = self._texts(split, range(other, other + 1))[0][0, :-1]
-        made = masking.samples(split, here, texts, seconds)
-        tokens, targets, places, weights, segments = map(
-            torch.from_numpy, (made.tokens, made.targets, made.places, made.weights, made.segments)
-        )
-        labels = None if made.labels is None else torch.from_numpy(made.labels)
-        return MicroBatch(
-            tokens, targets, *whose, self.spec.seed, weights=weights, places=places,
-            segments=segments, labels=labels,
-        )  # fmt: skip
 
     def targets_of_split(self, split: str) -> int:
         """Return the most targets that samples of a split have."""

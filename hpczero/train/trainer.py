@@ -191,7 +191,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         if self.engine.loss_scale.dynamic:
             metrics["loss_scale"] = result.loss_scale
-        if self.spec.leaves_out:
+        if self.spec.counts_targets:
             metrics["targets"] = weight
         if result.bad:
             metrics["skipped"] = True
@@ -264,7 +264,7 @@ class Trainer:
         It is known before unless targets are left out. Of the ranks that share a data rank's
         samples all have the same.
         """
-        if not self.spec.leaves_out:
+        if not self.spec.counts_targets:
             return self.step_tokens
         weight = torch.tensor([sum(batch.loss_weight for batch in batches)], dtype=torch.float64)
         self.world.everyone.all_reduce(weight)

@@ -186,7 +186,7 @@ def of_family(name: str, heads: int) -> dict[str, Any]:
     if name == "gpt":
         return {}
     if name in BERT:
-        return {"family": "bert", "masked": 0.3, **BERT[name]}
+        return {"family": "bert", "masked_fraction": 0.3, **BERT[name]}
     if name in ("llama", "fewer keys"):
         share = 2 if name == "llama" else 3
         return {"family": "llama", "kv_heads": heads // share if heads % share == 0 else heads}

@@ -168,7 +168,7 @@ def batch_of(theirs: Any) -> MicroBatch:
         0,
         seed=1,
         weights=torch.ones(places.shape),
-        places=places,
+        target_positions=places,
         segments=(torch.arange(text.shape[1]) > 11).long().expand(text.shape),
         labels=torch.tensor([0, 1, 1]) if hasattr(theirs.cls, "seq_relationship") else None,
     )
@@ -176,15 +176,15 @@ def batch_of(theirs: Any) -> MicroBatch:
 
 def outcome(theirs: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return their mean loss, and the logits [samples, targets, vocab]."""
-    if batch.places is None:
+    if batch.target_positions is None:
         text = tokens()
         found = theirs(text, labels=text)
         return found.loss, found.logits[:, :-1]
-    labels = torch.full_like(batch.tokens, -100).scatter(1, batch.places, batch.targets)
+    labels = torch.full_like(batch.tokens, -100).scatter(1, batch.target_positions, batch.targets)
     given = {} if batch.labels is None else {"next_sentence_label": batch.labels}
     found = theirs(batch.tokens, token_type_ids=batch.segments, labels=labels, **given)
     logits = found.logits if batch.labels is None else found.prediction_logits
-    places = batch.places.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+    places = batch.target_positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
     return found.loss, logits.gather(1, places)
 
 

@@ -25,7 +25,7 @@ MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
 
 BERT: list[dict[str, Any]] = [
     {"sentences": "next"},
-    {"norm_order": "pre", "sentences": "order", "masked": 0.4},
+    {"norm_order": "pre", "sentences": "order", "masked_fraction": 0.4},
     {"norm_order": "pre"},
 ]
 

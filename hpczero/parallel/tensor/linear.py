@@ -181,8 +181,8 @@ class ColumnOfWhole(ColumnLinear):
 class PickedFromRows(nn.Module):
     """The vectors at some positions of each sample, whole on every rank, of a stream in parts.
 
-    Each rank has those in its rows, and zeros for the others; what they sum to is not sent again:
-    the gradient is the same on all ranks, and each takes what belongs to its rows.
+    Each rank has those in its rows, and zeros for the others. The gradient of their sum is the same
+    on all ranks, and each takes what belongs to its rows.
     """
 
     def __init__(self, serial: nn.Module, residual: Residual) -> None:
@@ -190,15 +190,15 @@ class PickedFromRows(nn.Module):
         self._serial = serial
         self._residual = residual
 
-    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rows = self._residual.layout.rows
-        here = (places >= rows.start) & (places < rows.stop)
+        here = (positions >= rows.start) & (positions < rows.stop)
         if not x.shape[1]:  # fewer positions than ranks
-            own = x.new_zeros(*places.shape, x.shape[-1]) + x.sum()
+            own = x.new_zeros(*positions.shape, x.shape[-1]) + x.sum()
         else:
-            own = self._serial(x, (places - rows.start).where(here, 0))
+            own = self._serial(x, (positions - rows.start).where(here, 0))
             own = own.masked_fill(~here.unsqueeze(-1), 0.0)
-        return _SumOfPicked.apply(own, self._residual.group)
+        return sum_of_parts(own, None, Replicated(self._residual.group))
 
 
 class RowLinear(_PartOfLinear):
@@ -332,19 +332,6 @@ class _SumOfParts(torch.autograd.Function):
         whole = context.layout.start_gather(gradient)()
         for_addend = context.needs_input_grad[1]
         return whole, whole.sum_to_size(context.addend_shape) if for_addend else None, None
-
-
-class _SumOfPicked(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, own: torch.Tensor, group: Group) -> torch.Tensor:
-        whole = own.contiguous().clone()
-        group.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, None
 
 
 class _SumGradients(torch.autograd.Function):

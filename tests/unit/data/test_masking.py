@@ -36,16 +36,15 @@ def masked(samples: range, split: str = "train", seed: int = 7, **keys: Any) -> 
     model = model_of(**keys)
     masking = Masking(model, SEQ, seed, IDS, 1000, continues)
     text = texts(10_000, model.text_len(SEQ))
-    others = masking.second_samples(split, samples)
-    return masking.samples(split, samples, text[list(samples)], text[others])
+    return masking.samples(split, samples, lambda of: text[list(of)])
 
 
 def restored(found: Masked) -> np.ndarray:
     """Return the tokens before they were masked."""
     tokens = found.tokens.copy()
     used = found.weights > 0
-    rows = np.broadcast_to(np.arange(len(tokens))[:, None], found.places.shape)
-    tokens[rows[used], found.places[used]] = found.targets[used]
+    rows = np.broadcast_to(np.arange(len(tokens))[:, None], found.target_positions.shape)
+    tokens[rows[used], found.target_positions[used]] = found.targets[used]
     return tokens
 
 
@@ -57,10 +56,10 @@ def test_shares_are_those_that_were_published() -> None:
     assert (before[:, -1] == IDS.separator).all()
     assert np.array_equal(before[:, 1:-1], text)
     count = round(0.15 * (SEQ - 2))
-    assert found.places.shape == (4000, count)
+    assert found.target_positions.shape == (4000, count)
     assert (found.weights == 1).all()
-    assert (np.diff(found.places) > 0).all()
-    after = np.take_along_axis(found.tokens, found.places, 1)
+    assert (np.diff(found.target_positions) > 0).all()
+    after = np.take_along_axis(found.tokens, found.target_positions, 1)
     all_targets = after.size
     as_mask = (after == IDS.mask).sum() / all_targets
     same = (after == found.targets).sum() / all_targets
@@ -71,7 +70,7 @@ def test_shares_are_those_that_were_published() -> None:
     assert drawn.max() < 1000
     assert len(set(drawn.tolist())) > 950  # of some 3,700 draws from 1,000
     # every place as often as another
-    at = np.bincount(found.places.flatten(), minlength=SEQ)[1:-1]
+    at = np.bincount(found.target_positions.flatten(), minlength=SEQ)[1:-1]
     expected = all_targets / (SEQ - 2)
     assert abs(at - expected).max() < 5 * expected**0.5
 
@@ -82,7 +81,7 @@ def test_a_sample_is_the_same_whoever_makes_it(sentences: str, continues: Any) -
     keys = {"sentences": sentences, "continues": continues}
     whole = masked(range(3, 40), **keys)
     parts = [masked(range(*ends), **keys) for ends in ((3, 4), (4, 25), (25, 40))]
-    for name in ("tokens", "targets", "places", "weights", "segments", "labels"):
+    for name in ("tokens", "targets", "target_positions", "weights", "segments", "labels"):
         of_whole = getattr(whole, name)
         if of_whole is None:
             assert sentences == "none"
@@ -93,12 +92,15 @@ def test_a_sample_is_the_same_whoever_makes_it(sentences: str, continues: Any) -
 def test_another_seed_split_or_sample_masks_other_places() -> None:
     first = masked(range(50))
     for other in (masked(range(50), seed=8), masked(range(50), "validation")):
-        alike = (first.places == other.places).all(1).sum()
+        alike = (first.target_positions == other.target_positions).all(1).sum()
         assert alike == 0
     text = np.zeros((50, SEQ - 2), np.int64)
     one = Masking(model_of(), SEQ, 7, IDS, 1000)
-    epochs = [one.samples("train", range(at, at + 50), text, text).places for at in (0, 5000)]
-    assert not (epochs[0] == epochs[1]).all(1).any()
+    first, again = (
+        one.samples("train", range(at, at + 50), lambda _: text).target_positions
+        for at in (0, 5000)
+    )
+    assert not (first == again).all(1).any()
 
 
 def test_every_token_of_a_word_is_masked_or_none() -> None:
@@ -108,7 +110,7 @@ def test_every_token_of_a_word_is_masked_or_none() -> None:
     most = round(0.15 * (SEQ - 2))
     assert used.sum(1).max() == most
     assert used.sum() > 0.95 * used.size  # words that do not fit are left out
-    for row, places in zip(before, found.places, strict=True):
+    for row, places in zip(before, found.target_positions, strict=True):
         is_masked = np.zeros(SEQ, bool)
         is_masked[places[places > 0]] = True
         for at in range(2, SEQ - 1):
@@ -119,13 +121,13 @@ def test_every_token_of_a_word_is_masked_or_none() -> None:
 def test_no_special_token_of_the_text_is_masked() -> None:
     text = texts(200, SEQ - 2)
     text[:, 3::5] = IDS.separator
-    found = Masking(model_of(), SEQ, 7, IDS, 1000).samples("train", range(200), text, text)
+    found = Masking(model_of(), SEQ, 7, IDS, 1000).samples("train", range(200), lambda _: text)
     assert not np.isin(found.targets[found.weights > 0], [IDS.begin, IDS.separator]).any()
     left = (SEQ - 2) - len(range(3, SEQ - 2, 5))
     assert (found.weights.sum(1) == round(0.15 * left)).all()
-    assert (found.places[found.weights == 0] == 0).all()
+    assert (found.target_positions[found.weights == 0] == 0).all()
     nothing = np.full((4, SEQ - 2), IDS.separator)
-    none = Masking(model_of(), SEQ, 7, IDS, 1000).samples("train", range(4), nothing, nothing)
+    none = Masking(model_of(), SEQ, 7, IDS, 1000).samples("train", range(4), lambda _: nothing)
     assert none.weights.sum() == 0
     assert (none.tokens[:, 1:] == IDS.separator).all()
 
@@ -192,7 +194,9 @@ def test_every_number_of_ranks_reads_the_same(file: Path, sentences: str) -> Non
             tuple(part[at].numpy().tobytes() for part in parts if part is not None)
             for rank in range(ranks)
             for batch in read(Batches(spec, source, rank, ranks))
-            for parts in [(batch.tokens, batch.targets, batch.places, batch.weights, batch.labels)]
+            for parts in [
+                (batch.tokens, batch.targets, batch.target_positions, batch.weights, batch.labels)
+            ]
             for at in range(len(batch.samples))
         ]
 
@@ -232,7 +236,7 @@ def test_special_ids_are_the_tokenizers_or_those_after_it(file: Path, tmp_path: 
     def ids(spec: Spec) -> SpecialIds:
         masking = masking_of(spec, open_source(spec, alone))
         assert masking
-        return masking._ids
+        return masking.ids
 
     assert ids(spec_of(file)) == SpecialIds(257, 258, 259)
     assert ids(spec_of(file, data={"special_ids": (1, 2, 3)})) == SpecialIds(1, 2, 3)

@@ -52,7 +52,7 @@ def batch_of(model: Model, samples: int = 3) -> MicroBatch:
         0,
         seed=1,
         weights=torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])[:samples],
-        places=places,
+        target_positions=places,
         segments=(torch.arange(model.seq_len) > 4).long().expand(shape),
         labels=None if model.sentences == "none" else torch.tensor([0, 1, 1])[:samples],
     )
@@ -83,7 +83,7 @@ def test_the_loss_is_of_masked_places_and_each_samples_label(model: Model) -> No
         target = batch.targets[sample, weight]
         expected[sample] += functional.cross_entropy(scores[sample, place], target)
     if batch.labels is not None:
-        first = module.head.order(module.head.norm(x)[:, 0])
+        first = module.head.label_scores(module.head.norm(x)[:, 0])
         counts = torch.tensor([2.0, 2.0, 1.0])
         expected += functional.cross_entropy(first, batch.labels, reduction="none") * counts
     assert module(batch).item() == pytest.approx(expected.sum().item(), rel=1e-6)

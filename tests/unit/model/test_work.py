@@ -85,7 +85,7 @@ def test_tensor_ranks_share_the_operations(model: Model) -> None:
     for layer in layers(model)[1:]:
         at_once, part = whole(work_of(model, layer)), whole(work_of(model, layer, tensor=4))
         # a head that picks its positions shares the logits alone
-        is_apart = layer.kind == "head" and family(model).picks
+        is_apart = layer.kind == "head" and family(model).picked
         logits = whole_of_logits(model) if is_apart else at_once
         assert 4 * (part - (at_once - logits)) == pytest.approx(logits)
 
@@ -114,7 +114,7 @@ def test_kernels_and_sequence_parallelism_move_less(model: Model) -> None:
         assert getattr(apart, direction).launches > getattr(fused, direction).launches
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if not family(model).picks])
+@pytest.mark.parametrize("model", [model for model in MODELS if not family(model).picked])
 def test_a_loss_by_pieces_makes_its_logits_in_backward(model: Model) -> None:
     head = layers(model)[-1]
     at_once, pieces = work_of(model, head), work_of(model, head, by_pieces=True)
