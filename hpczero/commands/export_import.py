@@ -17,13 +17,15 @@ from hpczero.checkpoint.safetensors import WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.shard_file import bar
 from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
+from hpczero.data.masking import SPECIAL, SpecialIds
+from hpczero.data.tokenizer import SENTENCEPIECE, Tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.huggingface.folder import Folder, NewFolder
 from hpczero.lock import RunLock
 from hpczero.safe_files import make_folders, make_own_folder, written_durably
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.text import format_bytes, printable
+from hpczero.text import format_bytes, join_words, printable
 
 _MOST_BYTES = 10**18  # of a file
 _SHOWN = 4
@@ -79,12 +81,31 @@ def _new_folder(checkpoint: Checkpoint, options: Namespace) -> NewFolder:
     model = checkpoint.model()
     try:
         tokenizer = tokenizer_of_run(checkpoint, options.tokenizer)
+        if model.masks:
+            _refuse_other_special_ids(checkpoint, tokenizer)
     except InputError as error:
         if options.tokenizer:
             raise
         print(f"WARN no tokenizer is exported: {error}")
         tokenizer = None
     return NewFolder.of(model, options.architecture, options.dtype, tokenizer)
+
+
+def _refuse_other_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Raise InputError if an exported tokenizer would not mark texts as the run did."""
+    ids = SpecialIds.of(tokenizer)
+    data = checkpoint.content.spec.get("data")
+    said = data.get("special_ids") if isinstance(data, dict) else None
+    if said and list(said) != list(ids):
+        raise InputError(
+            f"the run's ids of {join_words(SPECIAL)} are {said} (data.special_ids), and those of "
+            f"the tokenizer are {list(ids)}: name one with --tokenizer that has them"
+        )
+    if SENTENCEPIECE in tokenizer.files and max(ids) >= tokenizer.vocabulary:
+        raise InputError(
+            f"the SentencePiece model of the run lacks some of {join_words(SPECIAL)}, and cannot "
+            f"be given more: their ids are {list(ids)}"
+        )
 
 
 def import_(options: Namespace) -> int:

@@ -122,7 +122,7 @@ def refuse_unfit(file: TokenFile, spec: Spec) -> None:
         shorter = ""
     else:
         length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
-        needs = f"a sequence needs {spec.text_len + 1} ({length} = {spec.seq_len})"
+        needs = f"a sequence needs {spec.text_len + 1} for {length} = {spec.seq_len}"
         can_train, can_validate = (
             len(split.tokens) > spec.text_len for split in (train, validation)
         )

@@ -70,7 +70,7 @@ def refuse_unfit_tokens(tokens: PlainTokens, spec: Spec) -> None:
     refuse_unreadable_tokens(tokens, spec)
     path = tokens.path
     length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
-    needs = f"a sequence needs {spec.text_len + 1} ({length} = {spec.seq_len})"
+    needs = f"a sequence needs {spec.text_len + 1} for {length} = {spec.seq_len}"
     train, validation = (len(tokens.splits[split]) for split in ("train", "validation"))
     if train <= spec.text_len:
         raise InputError(

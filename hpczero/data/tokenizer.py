@@ -55,7 +55,10 @@ class Tokenizer(Protocol):
         """
 
     def continues(self) -> Tokens | None:
-        """Return for each id if it goes on with the word before it; None where it is not known."""
+        """Return True for each id that continues the word before it.
+
+        None if the vocabulary does not tell.
+        """
 
 
 class ByteTokenizer:

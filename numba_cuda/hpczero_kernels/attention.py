@@ -54,7 +54,9 @@ class Reach:
     def __call__(self, seq: int, device: torch.device) -> Tensor:
         """Return a mask, True where a query (row) sees a key: [samples or 1, 1, seq, seq]."""
         at = torch.arange(seq, dtype=torch.int64, device=device)
-        sees = at[:, None] >= (at if self.causal else torch.zeros_like(at))
+        sees = torch.ones(seq, seq, dtype=torch.bool, device=device)
+        if self.causal:
+            sees = sees.tril()
         if self.window:
             sees &= at[:, None] - at < self.window
         if self.documents is None:

@@ -66,11 +66,11 @@ def random_module(model: Model) -> Any:
     return module.eval()
 
 
-def random_run(folder: Path, model: Model, source: Path | str) -> Path:
+def random_run(folder: Path, model: Model, source: Path | str, **data: Any) -> Path:
     """Make a run's directory that has a checkpoint of random weights, at step 0."""
     save_file(random_weights(model), str(folder / "weights.safetensors"))
-    data = Data(source=str(source))
-    spec = Spec(name="random", model=model, data=data, output=str(folder / "runs"))
+    table = Data(source=str(source), **data)
+    spec = Spec(name="random", model=model, data=table, output=str(folder / "runs"))
     (folder / "spec.toml").write_text(to_toml(spec))
     paths = [str(folder / name) for name in ("weights.safetensors", "spec.toml")]
     with contextlib.redirect_stdout(io.StringIO()):

@@ -13,7 +13,7 @@ from hpczero.data.masking import Masked, Masking, SpecialIds
 from hpczero.data.objective import masking_of
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError
-from hpczero.spec.schema import Data, Model, Spec, Train
+from hpczero.spec.schema import Data, Model, Source, Spec, Train
 from hpczero.train.batches import Batches
 from tests.support.token_files import alone, make
 
@@ -213,6 +213,26 @@ def test_an_evaluation_counts_the_targets_that_there_are(file: Path) -> None:
     assert batch.weight_of_samples() == [round(0.15 * (SEQ - 2))] * len(batch.samples)
     windows = batches.source.windows("validation")
     assert batches.targets_of_split("validation") == windows * round(0.15 * (SEQ - 2))
+
+
+def test_a_mixture_is_masked_alike_where_its_sources_are_evaluated(
+    file: Path, tmp_path: Path
+) -> None:
+    """Also a source whose tokenizer nobody knows: the run has one choice of special ids."""
+    tokens = np.random.default_rng(1).integers(0, 256, 4000).astype(np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    sources = (Source(path=str(file)), Source(path=str(tmp_path / "tokens.npy")))
+    spec = spec_of("stdlib")
+    data = spec.data.model_copy(update={"sources": sources, "validation_fraction": 0.2})
+    spec = spec.model_copy(update={"data": data})
+    batches = Batches(spec, open_source(spec, alone), 0, 1)
+    for evaluation in batches.evaluations():
+        (batch, *_) = evaluation.evaluation(0)
+        assert (batch.tokens[:, 0] == 257).all()
+        assert (batch.tokens[:, -1] == 258).all()
+    alone_ = spec.of_source(sources[1])
+    with pytest.raises(InputError, match=r"data\.special_ids"):
+        open_source(alone_, alone)
 
 
 def trained_word_pieces(folder: Path) -> Path:

@@ -85,6 +85,19 @@ def test_a_masked_models_tokenizer_marks_texts_as_in_training(kind: str, tmp_pat
     assert theirs.encode("a[MASK]b", add_special_tokens=False)[1] == ids.mask
 
 
+def test_a_tokenizer_with_other_special_ids_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("gpt", family="bert", vocab=300)
+    run = random_run(tmp_path, model, "stdlib", special_ids=(1, 2, 290))
+    assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "--hf"]) == 0
+    said = capsys.readouterr().out
+    assert "WARN no tokenizer is exported" in said
+    assert "[1, 2, 290]" in said
+    assert "[257, 258, 259]" in said
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
 def test_each_byte_has_a_sign_of_its_own() -> None:
     assert len(set(signs_of_bytes())) == 256
     assert signs_of_bytes()[ord("a")] == "a"
