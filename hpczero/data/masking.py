@@ -7,32 +7,32 @@ ten by a random token, one in ten by itself. With whole words they are as many w
 that number of tokens.
 
 Two sentences are a window of text, cut somewhere in its middle half. In every second sample, on
-average, the second one does not follow the first: it is cut from the sample before ("next"), or the
+average, the second one does not follow the first: it is cut from any other window ("next"), or the
 two are swapped ("order").
 
 Each choice is a hash of (seed, split, sample), so that neither the layout nor a restart changes it,
 and another epoch masks other tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpczero.data.hashes import Hashes, below, draws
+from hpczero.data.token_source import TokenSource
 from hpczero.data.tokenizer import Tokenizer
 from hpczero.hashing import MASK
 from hpczero.spec.model import Model
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
-Read = Callable[[Sequence[int]], Tokens]  # the texts [samples, text] of these samples of the run
 
 SPECIAL = ["[CLS]", "[SEP]", "[MASK]"]
 
 _AS_MASK, _AS_ANY = 0.8, 0.9  # shares of the masked tokens: up to it [MASK], up to it any token
-_CHOICE, _KIND, _TOKEN, _APART, _CUT = range(5)  # what a hash is drawn for
+_CHOICE, _KIND, _TOKEN, _APART, _CUT, _OTHER = range(6)  # what a hash is drawn for
 _SCALE = 2.0**64
 
 
@@ -86,39 +86,43 @@ class Masking:
         """The most targets of a sample."""
         return self.model.target_count(self.seq_len)
 
-    def samples(self, split: str, samples: range, read: Read) -> Masked:
-        labels = self._labels(split, samples)
-        tokens, segments = self._texts(split, samples, labels, read)
+    def samples(self, source: TokenSource, split: str, samples: range) -> Masked:
+        labels = self._labels(source, split, samples)
+        tokens, segments = self._texts(source, split, samples, labels)
         positions, used = self._chosen(split, samples, tokens)
         targets = np.take_along_axis(tokens, positions, 1)
         self._replace(split, samples, tokens, positions, used)
         return Masked(tokens, targets, positions, used.astype(np.float32), segments, labels)
 
-    def _labels(self, split: str, samples: range) -> Tokens | None:
+    def _labels(self, source: TokenSource, split: str, samples: range) -> Tokens | None:
         """Return 1 where the second sentence does not follow the first; None: there is one."""
         if self.model.sentences == "none":
             return None
         apart = self._draws(split, samples, _APART, 1)[:, 0] >> np.uint64(63) > 0
-        if self.model.sentences == "next":
-            apart &= np.array(samples) > 0  # the first sample has none before it
+        if self.model.sentences == "next" and source.windows(split) == 1:  # there is no other
+            apart[:] = False
         return apart.astype(np.int64)
 
     def _texts(
-        self, split: str, samples: range, labels: Tokens | None, read: Read
+        self, source: TokenSource, split: str, samples: range, labels: Tokens | None
     ) -> tuple[Tokens, Tokens]:
         """Return texts between special tokens, and the segment of each position."""
         shape = len(samples), self.seq_len
         tokens, segments = np.empty(shape, np.int64), np.zeros(shape, np.int64)
         tokens[:, 0] = self.ids.begin
         tokens[:, -1] = self.ids.separator
-        texts = read(samples)
+        windows = source.chosen(split, self.seed, samples)
+        texts = self._read(source, split, windows)
         if labels is None:
             tokens[:, 1:-1] = texts
             return tokens, segments
         apart = np.flatnonzero(labels)
         seconds = texts.copy()
         if self.model.sentences == "next":
-            seconds[apart] = read([samples[at] - 1 for at in apart])
+            count = source.windows(split)
+            further = below(self._draws(split, samples, _OTHER, 1)[:, 0], count - 1)
+            others = (np.array(windows, np.int64) + 1 + further) % count
+            seconds[apart] = self._read(source, split, others[apart].tolist())
         text = texts.shape[1]
         margin = text // 4
         cuts = margin + below(self._draws(split, samples, _CUT, 1)[:, 0], text - 2 * margin + 1)
@@ -132,6 +136,13 @@ class Masking:
             row[1:-1] = np.concatenate([pair[0], [self.ids.separator], pair[1]])
             segment[len(pair[0]) + 2 :] = 1
         return tokens, segments
+
+    def _read(self, source: TokenSource, split: str, windows: Sequence[int]) -> Tokens:
+        """Return the texts of windows, which have a token more."""
+        rows = np.empty((len(windows), self.model.text_len(self.seq_len) + 1), np.int64)
+        for row, window in zip(rows, windows, strict=True):
+            source.fill(split, window, row)
+        return rows[:, :-1]
 
     def _chosen(self, split: str, samples: range, tokens: Tokens) -> tuple[Tokens, Flags]:
         """Return the positions of targets, ascending, and which are used; one that is not is 0."""
@@ -157,7 +168,7 @@ class Masking:
         return np.where(used, positions, 0), used
 
     def _words(self, tokens: Tokens, maskable: Flags, hashes: Hashes, most: int) -> list[int]:
-        """Return the positions of whole words, no more than `most`."""
+        """Return the positions of whole words, no more than `most`; or of the beginning of one."""
         assert self.continues is not None
         known = tokens < len(self.continues)
         goes_on = self.continues[np.where(known, tokens, 0)] & known & np.roll(maskable, 1)
@@ -171,6 +182,9 @@ class Masking:
                 found += inside
             if len(found) == most:
                 break
+        if not found and len(begins):  # each word is longer
+            first = int(begins[np.argmin(hashes[begins])])
+            found = list(range(first, first + most))
         return found
 
     def _replace(

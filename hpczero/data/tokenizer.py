@@ -151,9 +151,11 @@ class JsonTokenizer:
         begins = _SPACES if decoders & {"ByteLevel", "Metaspace", "ByteFallback"} else ()
         if not begins and "WordPiece" not in decoders:
             return None
+        model = json.loads(self.files[JSON]).get("model") or {}
+        inside = str(model.get("continuing_subword_prefix") or "##")
         found = np.zeros(self.vocabulary, np.bool_)
         for token, number in ids.items():
-            goes_on = not token.startswith(begins) if begins else token.startswith("##")
+            goes_on = not token.startswith(begins) if begins else token.startswith(inside)
             found[number] = goes_on and number not in added
         return found
 

@@ -156,6 +156,7 @@ def _bert(name: str, model_type: str, sentences: str, order: str) -> "Architectu
             "type_vocab_size": 2,
             "position_embedding_type": "absolute",
             "add_cross_attention": False,
+            "is_decoder": False,  # else attention is causal
         },
         weights=model_type,
         heads_divide=True,

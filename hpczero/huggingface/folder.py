@@ -74,7 +74,13 @@ class Folder:
         if not any(name.startswith(prefix) for name in found):  # of a model without its head
             found = {name if name == _HEAD else prefix + name: t for name, t in found.items()}
         for old, new in names.older.items():
-            found = {_with_ending(name, old, new): tensor for name, tensor in found.items()}
+            renamed = {_with_ending(name, old, new): tensor for name, tensor in found.items()}
+            if len(renamed) < len(found):
+                raise InputError(
+                    f"{printable(str(self.path))} has weights both as {old} and as {new}: take out "
+                    "those that are not the model's"
+                )
+            found = renamed
         unused = [
             name
             for name in found

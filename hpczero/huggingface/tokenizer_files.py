@@ -28,17 +28,24 @@ def tokenizer_files(tokenizer: Tokenizer, seq_len: int, masks: bool = False) -> 
 
 
 def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Add what a tokenizer lacks of [CLS], [SEP], [MASK], and of where they stand in a text."""
-    content, settings = json.loads(files[JSON]), json.loads(files[SETTINGS])
+    """Add what a tokenizer lacks of [CLS], [SEP], [MASK], and say where they stand in a text."""
+    content, settings = json.loads(files[JSON]), _table(files[SETTINGS])
     ids = dict(zip(SPECIAL, SpecialIds.of(tokenizer), strict=True))
     for name, number in ids.items():
         if tokenizer.token_to_id(name) != number:
             content.setdefault("added_tokens", []).append(_special(name, number))
-    if not content.get("post_processor"):
-        content["post_processor"] = _template(ids)
-    for key, name in zip(("cls_token", "sep_token", "mask_token"), SPECIAL, strict=True):
-        settings.setdefault(key, name)
+    content["post_processor"] = _template(ids)
+    settings |= dict(zip(("cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
     return files | {JSON: as_json(content), SETTINGS: as_json(settings)}
+
+
+def _table(content: bytes) -> dict[str, Any]:
+    """Return a stranger's settings; what is no table says nothing."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _template(ids: dict[str, int]) -> dict[str, Any]:

@@ -69,6 +69,13 @@ def _masked(spec: Spec) -> Iterator[Contradiction]:
             f"data.special_ids = {toml_repr(data.special_ids)} must be three numbers, the ids of "
             "[CLS], [SEP] and [MASK], or []",
         )
+    if max(data.special_ids, default=3) >= model.vocab:
+        yield Contradiction(
+            ("model.vocab", "data.special_ids") if data.special_ids else ("model.vocab",),
+            f"model.vocab = {model.vocab} has no room for [CLS], [SEP], [MASK] and a token: set it "
+            f"to {max(data.special_ids, default=3) + 1} or more"
+            + (f" (data.special_ids = {toml_repr(data.special_ids)})" if data.special_ids else ""),
+        )
     refused = (
         ("data.documents", data.documents, "packed", "its samples are made of packed text"),
         ("schedule.seq_len", spec.schedule.seq_len, (), "train in phases, one run after the other"),

@@ -103,29 +103,20 @@ class Batches:
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
         seed = self.spec.seed
         if self.masking:
-            made = self.masking.samples(split, here, lambda of: self._windows(split, of)[0][:, :-1])
+            made = self.masking.samples(self.source, split, here)
             tensors: dict[str, Any] = {
                 name: torch.from_numpy(array)
                 for name, array in vars(made).items()
                 if array is not None
             }
             return MicroBatch(**tensors, samples=samples, step=step, seed=seed)
-        rows, cuts = self._windows(split, here)
+        rows = np.empty((len(positions), self.spec.seq_len + 1), np.int64)
+        source = self.source
+        windows = source.chosen(split, seed, here)
+        cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
         text = torch.from_numpy(rows)
         batch = MicroBatch(text[:, :-1], text[:, 1:], samples, step, seed)
         return batch if self.spec.data.documents == "packed" else with_documents(batch, cuts)
-
-    def _windows(self, split: str, samples: Sequence[int]) -> tuple[np.ndarray, list[Cut | None]]:
-        """Read the windows of these samples of the run."""
-        source = self.source
-        rows = np.empty((len(samples), self.spec.text_len + 1), np.int64)
-        seed = self.spec.seed
-        if isinstance(samples, range):
-            windows = source.chosen(split, seed, samples)
-        else:
-            windows = [source.chosen(split, seed, range(at, at + 1))[0] for at in samples]
-        cuts = [source.fill(split, window, row) for row, window in zip(rows, windows, strict=True)]
-        return rows, cuts
 
     def targets_of_split(self, split: str) -> int:
         """Return the most targets that samples of a split have."""

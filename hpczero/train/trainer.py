@@ -146,7 +146,8 @@ class Trainer:
                 micro_batches, waited = prefetcher.next()
             lr = learning_rate(self.spec, step)
             self.engine.module.train()
-            weight = self._loss_weight(micro_batches)
+            targets = self._targets(micro_batches)
+            weight = targets or 1.0
             read_loss = self.runner.train(micro_batches, weight, trace)
             with trace.span("optimizer step"):
                 result = self.engine.finish_step(lr)
@@ -166,7 +167,7 @@ class Trainer:
             "comm_seconds": in_comm,
             "compute_seconds": seconds - waited - in_comm,
         }
-        metrics |= self._what_varies(result, weight)
+        metrics |= self._what_varies(result, targets)
         self._end_step(step + 1)
         validation = None
         if self._evaluates_after(step) and not asked:
@@ -186,13 +187,13 @@ class Trainer:
         if step == self.spec.train.steps:
             self.engine.come_together()
 
-    def _what_varies(self, result: StepResult, weight: float) -> dict[str, Any]:
+    def _what_varies(self, result: StepResult, targets: float) -> dict[str, Any]:
         """Return the metrics of a step that not every run has."""
         metrics: dict[str, Any] = {}
         if self.engine.loss_scale.dynamic:
             metrics["loss_scale"] = result.loss_scale
         if self.spec.counts_targets:
-            metrics["targets"] = weight
+            metrics["targets"] = targets
         if result.bad:
             metrics["skipped"] = True
         return metrics
@@ -258,7 +259,7 @@ class Trainer:
                 reporter.event("WARN", what=not_removed, step=outcome.steps)
         return replace(outcome, saved=saved.step)
 
-    def _loss_weight(self, batches: Sequence[MicroBatch]) -> float:
+    def _targets(self, batches: Sequence[MicroBatch]) -> float:
         """Return the sum of all targets' weights in the step, which backward divides by.
 
         It is known before unless targets are left out. Of the ranks that share a data rank's
@@ -268,7 +269,7 @@ class Trainer:
             return self.step_tokens
         weight = torch.tensor([sum(batch.loss_weight for batch in batches)], dtype=torch.float64)
         self.world.everyone.all_reduce(weight)
-        return weight.item() * self.batches.data_ranks / self.world.size or 1.0
+        return weight.item() * self.batches.data_ranks / self.world.size
 
     def _agree(self, loss_sum: float, weight: float, requests: StopRequests) -> tuple[float, str]:
         """Return the mean loss over all ranks' targets, and the reason to stop ("": none)."""
@@ -305,7 +306,7 @@ class Trainer:
             parts = zip(self.batches.source.parts(), self.batches.evaluations(), strict=True)
             for part, evaluation in parts:
                 tally, asked = self._evaluate(evaluation, requests)
-                if asked:
+                if asked or not tally.weight:  # nothing to predict
                     return None, asked
                 windows = part.source.windows("validation")
                 sizes = windows, evaluation.targets_of_split("validation")

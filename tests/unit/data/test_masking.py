@@ -11,6 +11,7 @@ from hpczero.cli import main
 from hpczero.data.dataset import open_source
 from hpczero.data.masking import Masked, Masking, SpecialIds
 from hpczero.data.objective import masking_of
+from hpczero.data.token_source import TokenSource
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Source, Spec, Train
@@ -30,13 +31,30 @@ def texts(count: int, length: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 1000, (count, length))
 
 
+class Texts(TokenSource):
+    """Windows of given texts, each of which a sample with its number reads."""
+
+    vocabulary = 1000
+
+    def __init__(self, texts: np.ndarray) -> None:
+        self._texts = texts
+
+    def windows(self, split: str) -> int:
+        return len(self._texts)
+
+    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
+        return [sample % len(self._texts) for sample in samples]
+
+    def fill(self, split: str, window: int, out: np.ndarray) -> None:
+        out[:-1], out[-1] = self._texts[window], 0
+
+
 def masked(samples: range, split: str = "train", seed: int = 7, **keys: Any) -> Masked:
     """Return samples of a text that follows from the sample's number."""
     continues = keys.pop("continues", None)
     model = model_of(**keys)
     masking = Masking(model, SEQ, seed, IDS, 1000, continues)
-    text = texts(10_000, model.text_len(SEQ))
-    return masking.samples(split, samples, lambda of: text[list(of)])
+    return masking.samples(Texts(texts(10_000, model.text_len(SEQ))), split, samples)
 
 
 def restored(found: Masked) -> np.ndarray:
@@ -97,8 +115,7 @@ def test_another_seed_split_or_sample_masks_other_places() -> None:
     text = np.zeros((50, SEQ - 2), np.int64)
     one = Masking(model_of(), SEQ, 7, IDS, 1000)
     first, again = (
-        one.samples("train", range(at, at + 50), lambda _: text).target_positions
-        for at in (0, 5000)
+        one.samples(Texts(text), "train", range(at, at + 50)).target_positions for at in (0, 5000)
     )
     assert not (first == again).all(1).any()
 
@@ -121,36 +138,58 @@ def test_every_token_of_a_word_is_masked_or_none() -> None:
 def test_no_special_token_of_the_text_is_masked() -> None:
     text = texts(200, SEQ - 2)
     text[:, 3::5] = IDS.separator
-    found = Masking(model_of(), SEQ, 7, IDS, 1000).samples("train", range(200), lambda _: text)
-    assert not np.isin(found.targets[found.weights > 0], [IDS.begin, IDS.separator]).any()
-    left = (SEQ - 2) - len(range(3, SEQ - 2, 5))
+    text[:, 4] = IDS.mask
+    text[:, 5] = IDS.begin
+    found = Masking(model_of(), SEQ, 7, IDS, 1000).samples(Texts(text), "train", range(200))
+    assert not np.isin(found.targets[found.weights > 0], IDS).any()
+    left = (SEQ - 2) - len(range(3, SEQ - 2, 5)) - 2
     assert (found.weights.sum(1) == round(0.15 * left)).all()
     assert (found.target_positions[found.weights == 0] == 0).all()
     nothing = np.full((4, SEQ - 2), IDS.separator)
-    none = Masking(model_of(), SEQ, 7, IDS, 1000).samples("train", range(4), lambda _: nothing)
+    none = Masking(model_of(), SEQ, 7, IDS, 1000).samples(Texts(nothing), "train", range(4))
     assert none.weights.sum() == 0
     assert (none.tokens[:, 1:] == IDS.separator).all()
 
 
-def test_the_second_sentence_follows_or_is_of_another_sample() -> None:
+def test_the_second_sentence_follows_or_is_of_another_window() -> None:
     found = masked(range(2000), sentences="next")
     assert found.labels is not None
     assert abs(found.labels.mean() - 0.5) < 0.05
-    assert found.labels[0] == 0  # there is no text before it
     before, text = restored(found), texts(10_000, SEQ - 3)
-    lengths = set()
+    ends = {row.tobytes(): number for number, row in enumerate(text[:, -15:])}
+    lengths, others = set(), set()
     for sample, (row, segment, label) in enumerate(
         zip(before, found.segments, found.labels, strict=True)
     ):
-        ends = np.flatnonzero(row == IDS.separator)
-        assert len(ends) == 2
-        assert ends[1] == SEQ - 1
-        assert np.array_equal(segment, np.arange(SEQ) > ends[0])
-        length = ends[0] - 1
+        marks = np.flatnonzero(row == IDS.separator)
+        assert len(marks) == 2
+        assert marks[1] == SEQ - 1
+        assert np.array_equal(segment, np.arange(SEQ) > marks[0])
+        length = marks[0] - 1
         lengths.add(int(length))
-        assert np.array_equal(row[1 : ends[0]], text[sample, :length])
-        assert np.array_equal(row[ends[0] + 1 : -1], text[sample - label, length:])
+        assert np.array_equal(row[1 : marks[0]], text[sample, :length])
+        second = ends[row[-16:-1].tobytes()]
+        assert (second != sample) == label
+        assert np.array_equal(row[marks[0] + 1 : -1], text[second, length:])
+        others |= {second} if label else set()
     assert lengths == set(range(61 // 4, 61 - 61 // 4 + 1))
+    assert len(others) > 900  # of some 1,000 draws from 10,000
+    assert min(others) < 100
+    assert max(others) > 9900
+
+
+def test_the_only_window_is_always_followed_by_its_own_text() -> None:
+    masking = Masking(model_of(sentences="next"), SEQ, 7, IDS, 1000)
+    found = masking.samples(Texts(texts(1, SEQ - 3)), "train", range(50))
+    assert found.labels is not None
+    assert not found.labels.any()
+
+
+def test_a_word_that_is_too_long_is_masked_in_part() -> None:
+    continues = np.ones(1000, np.bool_)
+    found = masked(range(20), continues=continues)
+    assert (found.weights == 1).all()
+    assert np.array_equal(found.target_positions[0], np.arange(1, 10))
 
 
 def test_two_sentences_are_in_order_or_swapped() -> None:
