@@ -20,7 +20,7 @@ CASES = {
     ),
     "words of a model that masks none": (
         "[data]\nwhole_words = true\n",
-        'data.whole_words = true is for models that predict masked tokens, and model.family is "gpt"',
+        "data.whole_words = true is for models that predict masked tokens, and model.family is ",
     ),
     "no text": (
         f'{BERT}seq_len = 6\nsentences = "order"\n',
