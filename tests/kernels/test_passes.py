@@ -3,13 +3,24 @@
 Other tests compare the references with torch.
 """
 
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpczero.model.batch import MicroBatch
+from hpczero.model.families import family, layers
+from hpczero.model.gpt import Block
+from hpczero.model.work import WorkLayout
+from hpczero.spec.schema import Model
 from hpczero_kernels import adamw, cross_entropy, reduce
 from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw_reference, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
+from hpczero_kernels.dispatch import SIMULATED
 from hpczero_kernels.reduce import sum_pieces_reference
 from tests.support.device import DEVICE, KERNELS, drawn
 
@@ -224,3 +235,75 @@ def test_a_target_counts_in_its_own_part_of_the_vocabulary_alone(dtype: torch.dt
     cross_entropy.shard_gradient_(ours, targets, first, most, sums, scale)
     cross_entropy.gradient_reference_(theirs, targets, first, most, sums, scale)
     torch.testing.assert_close(ours, theirs)
+
+
+# ------------------------------------------------------------------------------ a block of BERT
+
+
+class Counted(TorchDispatchMode):
+    """Operations of torch that compute, by name; views and memory are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Counter[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name.partition("::")[2]
+        if name in ("addmm", "mm", "sum", "add", "layer_norm", "gelu", "stack"):
+            self.names[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not SIMULATED, reason="counts launches of the simulator")
+def test_a_block_of_bert_launches_what_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of docs/kernels.md: two norms, two dropouts with their sums, one GELU."""
+    from hpczero_kernels.cuda.launch import Kernel
+
+    launched, launch = Counter[str](), Kernel.launch
+
+    def count(self: Kernel, *arguments: Any) -> None:
+        launched[self.name] += 1
+        launch(self, *arguments)
+
+    monkeypatch.setattr(Kernel, "launch", count)
+    model = Model(family="bert", layers=1, hidden=16, heads=2, vocab=9, seq_len=4, dropout=0.1)
+    block = Block(model, 0).bfloat16()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    batch = MicroBatch(tokens, tokens, torch.arange(1), 0, 1)
+    x = drawn((1, 4, 16), 1, torch.bfloat16, 0).requires_grad_() * 1
+    with Counted() as forward:
+        y = block(x, batch)
+    assert launched == {
+        "dropout.forward": 2,
+        "norm.forward": 2,
+        "elementwise.gelu_forward_kernel": 1,
+    }
+    assert forward.names == {"addmm": 4}
+    launched.clear()
+    with Counted() as backward:
+        y.backward(torch.ones_like(y))
+    assert launched == {
+        "dropout.backward": 2,
+        "norm.backward": 2,
+        "elementwise.gelu_backward_kernel": 1,
+    }
+    # two products and a bias's sum for each map, two sums of the residual stream's gradients
+    assert backward.names == {"mm": 8, "sum": 4, "add": 2, "stack": 1}
+
+
+def test_the_bytes_of_a_block_of_bert_large_are_those_of_its_table() -> None:
+    """The table of docs/kernels.md, which says what a token moves between the products."""
+    model = Model(family="bert", layers=1, hidden=1024, heads=16, seq_len=512, vocab=30522)
+    work = family(model).work(model, layers(model)[1], WorkLayout(1, 128, 2))
+    hidden, wide = 1024, 4096
+    assert work.forward.bytes == 128 * 2 * (10 * hidden + 2 * wide + 2 * hidden)
+    assert work.backward.bytes == 128 * 2 * (14 * hidden + 4 * wide + 11 * hidden)
+    shapes = [(product.m, product.n, product.k) for product in work.forward.products]
+    assert shapes == [(128, 3072, 1024), (128, 1024, 1024), (128, 4096, 1024), (128, 1024, 4096)]
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    for size in (work.forward.bytes / 128, work.backward.bytes / 128):
+        assert f"| {size:,.0f} |".replace(",", " ") in text
