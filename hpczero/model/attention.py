@@ -31,7 +31,7 @@ class AttentionCore(nn.Module):
         self.cap = model.attention_cap
         self.scale = model.query_scale or None
         self.rule = rule_of(model, layer)
-        self.causal = shapes.is_causal(model)
+        self.causal = shapes.is_causal(model, layer)
         self._dense = operations.attention
         self._in_blocks = operations.block_sparse_attention
 

@@ -104,7 +104,7 @@ def rule_of(model: Model, layer: int) -> LayoutRule | None:
         read["global"],
         read["random"],
         differ,
-        shapes.is_causal(model),
+        shapes.is_causal(model, layer),
     )
 
 

@@ -5,7 +5,6 @@ Architecture and initial values: Devlin et al. 2019. The torch model is `model/b
 
 from dataclasses import replace
 
-from hpczero.model.decoder_work import of_embedding, of_logits
 from hpczero.model.gpt_record import (
     GPT,
     block,
@@ -14,7 +13,8 @@ from hpczero.model.gpt_record import (
     norm_parameters,
     work_of_block,
 )
-from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, of_decoder
+from hpczero.model.layer_work import of_embedding, of_logits
+from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, of_layers
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
     ZEROS,
@@ -94,7 +94,7 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     """
     is_post = model.norm_order == "post"
     of_block = bytes_of_block(model, element, part, 1 if is_post else 2)
-    found = of_decoder(model, tokens, element, part, of_block)
+    found = of_layers(model, tokens, element, part, of_block)
     kept = 0.0
     if is_post and "embedding" in part.layers:
         rows = tokens / part.tensor if part.sequence else tokens

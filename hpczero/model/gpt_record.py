@@ -3,8 +3,8 @@
 GPT-2's architecture and initial values: Radford et al. 2019. The torch model is `model/gpt.py`.
 """
 
-from hpczero.model.decoder_work import core, inside_attention, keys_counted, of_embedding, of_head
-from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
+from hpczero.model.layer_work import core, inside_attention, keys_counted, of_embedding, of_head
+from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_layers
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
     ONES,
@@ -94,7 +94,7 @@ def costs_of_blocks(model: Model, seq: int) -> list[float]:
 
 
 def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
-    return of_decoder(model, tokens, element, part, bytes_of_block(model, element, part, 2))
+    return of_layers(model, tokens, element, part, bytes_of_block(model, element, part, 2))
 
 
 def bytes_of_block(model: Model, element: int, part: ChunkLayout, made_again: int) -> BlockBytes:

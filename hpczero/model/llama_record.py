@@ -3,8 +3,8 @@
 Initial values are GPT-2's (Radford et al. 2019). The torch model is `model/llama.py`.
 """
 
-from hpczero.model.decoder_work import core, inside_attention, keys_counted, of_embedding, of_head
-from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
+from hpczero.model.layer_work import core, inside_attention, keys_counted, of_embedding, of_head
+from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_layers
 from hpczero.model.shapes import (
     NORM_OF_HEADS,
     NORM_OF_ROWS,
@@ -143,7 +143,7 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
         cheap += (2 * FP32 - element) * normed
     widest = max(element * 4 * wide, inside_attention(model, element, inner, of_keys))
     block = BlockBytes(kept, cheap, widest, product)
-    return of_decoder(model, tokens, element, part, block)
+    return of_layers(model, tokens, element, part, block)
 
 
 def _heads_of_rank(model: Model, ranks: int) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def of_loss(
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """The bytes that one block of a decoder keeps and makes."""
+    """The bytes that one block keeps and makes."""
 
     kept: float  # from a token, until its backward
     cheap: float  # of these, results of cheap operations
@@ -60,7 +60,7 @@ def _kept_by_blocks(part: ChunkLayout, tokens: int, stream: float, block: BlockB
     return kept * part.blocks_here / blocks
 
 
-def of_decoder(
+def of_layers(
     model: Model, tokens: int, element: int, part: ChunkLayout, block: BlockBytes
 ) -> Moments:
     """Count the activations of an embedding, alike blocks and a head, in one chunk.

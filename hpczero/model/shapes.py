@@ -97,8 +97,8 @@ def head_dim(model: Model) -> int:
     return model.head_dim or -(-model.hidden // model.heads)
 
 
-def is_causal(model: Model) -> bool:
-    """Return True if no query of the model sees a later key."""
+def is_causal(model: Model, layer: int) -> bool:
+    """Return True if no query of a block sees a later key."""
     return model.family != "bert"
 
 

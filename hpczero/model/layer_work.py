@@ -58,7 +58,7 @@ def core(model: Model, layer: Layer, layout: WorkLayout, heads: int) -> Core:
     """Attention of a block's heads."""
     index = index_of(layer)
     seq = layout.seq_len
-    visible = visible_keys(seq, window(model, index)) if is_causal(model) else seq
+    visible = visible_keys(seq, window(model, index)) if is_causal(model, index) else seq
     visible *= _share(model, index, seq)
     keys = keys_counted(model, index, seq)
     return Core(layout.samples * heads, seq, keys, visible, head_dim(model))
