@@ -116,7 +116,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "GPT-2, wide, apart": ("gpt2", {"n_inner": 70, "tie_word_embeddings": False}),
+    "GPT-2, wide, apart": (
+        "gpt2",
+        {"n_inner": 70, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
     "BERT": ("BertForPreTraining", {}),
     "BERT, masked tokens": ("BertForMaskedLM", {"layer_norm_eps": 1e-3}),
     "Megatron's BERT": ("MegatronBertForPreTraining", {}),
