@@ -49,7 +49,7 @@ def carry_out(text: str, folder: Path) -> str:
     """Carry out all commands in a text; return what they print."""
     said = ""
     for command in commands(text):
-        done = launch(command, 120, folder)
+        done = launch(command, 300, folder)
         assert done.code == 0, (command, done)
         said += done.out
     return said
