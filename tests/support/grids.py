@@ -106,7 +106,7 @@ def possible(case: Case) -> bool:
     models that predict the next token alone.
     """
     is_bert = case.get("family") in BERT
-    if is_bert and (case.get("grows") or case.get("rows") or case.get("documents") not in PACKED):
+    if is_bert and (case.get("grows") or case.get("documents") not in PACKED):
         return False
     if case.get("family") == "relative" and case.get("attention", "dense") != "dense":
         return False
