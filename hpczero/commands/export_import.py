@@ -17,12 +17,13 @@ from hpczero.checkpoint.safetensors import WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.shard_file import bar
 from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
-from hpczero.data.masking import SPECIAL, SpecialIds
+from hpczero.data.special_ids import special_ids
 from hpczero.data.tokenizer import SENTENCEPIECE, Tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.huggingface.folder import Folder, NewFolder
 from hpczero.lock import RunLock
 from hpczero.safe_files import make_folders, make_own_folder, written_durably
+from hpczero.spec.data import SPECIAL_TOKENS
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
 from hpczero.text import format_bytes, join_words, printable
@@ -93,18 +94,26 @@ def _new_folder(checkpoint: Checkpoint, options: Namespace) -> NewFolder:
 
 def _refuse_other_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     """Raise InputError if an exported tokenizer would not mark texts as the run did."""
-    ids = SpecialIds.of(tokenizer)
+    model = checkpoint.model()
+    ids = special_ids(model, tokenizer)
+    marks = SPECIAL_TOKENS[model.family]
+    names, own = join_words(list(marks)), [ids[name] for name in marks]
     data = checkpoint.content.spec.get("data")
     said = data.get("special_ids") if isinstance(data, dict) else None
-    if said and list(said) != list(ids):
+    if said and list(said) != own:
         raise InputError(
-            f"the run's ids of {join_words(SPECIAL)} are {said} (data.special_ids), and those of "
-            f"the tokenizer are {list(ids)}: name one with --tokenizer that has them"
+            f"the run's ids of {names} are {said} (data.special_ids), and those of "
+            f"the tokenizer are {own}: name one with --tokenizer that has them"
         )
-    if SENTENCEPIECE in tokenizer.files and max(ids) >= tokenizer.vocabulary:
+    if max(own) >= model.vocab:
         raise InputError(
-            f"the SentencePiece model of the run lacks some of {join_words(SPECIAL)}, and cannot "
-            f"be given more: their ids are {list(ids)}"
+            f"the ids of {names} would be {own} after the tokenizer's own, and the model has "
+            f"{model.vocab} (model.vocab): name one with --tokenizer that has them"
+        )
+    if SENTENCEPIECE in tokenizer.files and max(own) >= tokenizer.vocabulary:
+        raise InputError(
+            f"the SentencePiece model of the run lacks some of {names}, and cannot "
+            f"be given more: their ids are {own}"
         )
 
 

@@ -25,7 +25,7 @@ from hpczero.data.documents import Cut, Pieces, cut_after, read_piece
 from hpczero.data.hashes import below, mix_all
 from hpczero.data.journal import BUILDER, Recipe
 from hpczero.data.mixture import mixture_of
-from hpczero.data.objective import masking_of
+from hpczero.data.objective import objective_of
 from hpczero.data.plain_formats import is_plain
 from hpczero.data.plain_source import open_plain_source
 from hpczero.data.raw_files import writing
@@ -62,7 +62,7 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
         source: TokenSource = mixture_of(spec, opened)
     else:
         source = _opened(spec, library)
-    masking_of(spec, source)  # refuses what cannot be masked
+    objective_of(spec, source)  # refuses what cannot be masked
     return source
 
 

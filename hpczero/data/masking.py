@@ -14,22 +14,16 @@ Each choice is a hash of (seed, split, sample), so that neither the layout nor a
 and another epoch masks other tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hpczero.data.hashes import Hashes, below, draws
+from hpczero.data.masked_samples import Flags, Masked, Tokens, read_texts
 from hpczero.data.token_source import TokenSource
-from hpczero.data.tokenizer import Tokenizer
 from hpczero.hashing import MASK
 from hpczero.spec.model import Model
-
-Tokens = np.ndarray[Any, np.dtype[np.int64]]
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
-
-SPECIAL = ["[CLS]", "[SEP]", "[MASK]"]
 
 _AS_MASK, _AS_ANY = 0.8, 0.9  # shares of the masked tokens: up to it [MASK], up to it any token
 _CHOICE, _KIND, _TOKEN, _APART, _CUT, _OTHER = range(6)  # what a hash is drawn for
@@ -37,33 +31,11 @@ _SCALE = 2.0**64
 
 
 class SpecialIds(NamedTuple):
-    """The ids of the tokens `SPECIAL`."""
+    """The ids of [CLS], [SEP] and [MASK]."""
 
     begin: int
     separator: int
     mask: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "SpecialIds":
-        """Return those of a tokenizer; what it lacks has the next ids after its vocabulary."""
-        found, after = list[int](), tokenizer.vocabulary
-        for name in SPECIAL:
-            known = tokenizer.token_to_id(name)
-            found.append(after if known is None else known)
-            after += known is None
-        return cls(*found)
-
-
-@dataclass(frozen=True)
-class Masked:
-    """The tensors of a micro-batch that samples make, as `model.batch` has them."""
-
-    tokens: Tokens
-    targets: Tokens
-    target_positions: Tokens
-    weights: np.ndarray[Any, np.dtype[np.float32]]
-    segments: Tokens
-    labels: Tokens | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +84,8 @@ class Masking:
         tokens[:, 0] = self.ids.begin
         tokens[:, -1] = self.ids.separator
         windows = source.chosen(split, self.seed, samples)
-        texts = self._read(source, split, windows)
+        text = self.model.text_len(self.seq_len)
+        texts = read_texts(source, split, windows, text)
         if labels is None:
             tokens[:, 1:-1] = texts
             return tokens, segments
@@ -122,8 +95,7 @@ class Masking:
             count = source.windows(split)
             further = below(self._draws(split, samples, _OTHER, 1)[:, 0], count - 1)
             others = (np.array(windows, np.int64) + 1 + further) % count
-            seconds[apart] = self._read(source, split, others[apart].tolist())
-        text = texts.shape[1]
+            seconds[apart] = read_texts(source, split, others[apart].tolist(), text)
         margin = text // 4
         cuts = margin + below(self._draws(split, samples, _CUT, 1)[:, 0], text - 2 * margin + 1)
         swaps = labels * (self.model.sentences == "order")
@@ -136,13 +108,6 @@ class Masking:
             row[1:-1] = np.concatenate([pair[0], [self.ids.separator], pair[1]])
             segment[len(pair[0]) + 2 :] = 1
         return tokens, segments
-
-    def _read(self, source: TokenSource, split: str, windows: Sequence[int]) -> Tokens:
-        """Return the texts of windows, which have a token more."""
-        rows = np.empty((len(windows), self.model.text_len(self.seq_len) + 1), np.int64)
-        for row, window in zip(rows, windows, strict=True):
-            source.fill(split, window, row)
-        return rows[:, :-1]
 
     def _chosen(self, split: str, samples: range, tokens: Tokens) -> tuple[Tokens, Flags]:
         """Return the positions of targets, ascending, and which are used; one that is not is 0."""

@@ -25,6 +25,7 @@ from hpczero.huggingface.conversions import (
     ROTARY_AND_LOCAL,
     Conversion,
 )
+from hpczero.huggingface.t5_conversions import FEED_FORWARD, HEAD, SAMPLE, STACKS
 from hpczero.model.attention_layouts import rules_of
 from hpczero.model.shapes import ffn, head_dim, keys_without_effect, kv_heads
 from hpczero.spec.schema import Model
@@ -87,7 +88,7 @@ class Architecture:
 def differing(one: Model, other: Model) -> list[str]:
     """Return the keys that make the models compute different things.
 
-    Without learned positions, seq_len does not.
+    Without learned positions, seq_len does not; nor does how a run makes samples of text.
     """
     wanted, found = _resolved(one), _resolved(other)
     return [key for key in wanted if not _same(wanted[key], found.get(key))]
@@ -104,10 +105,11 @@ def _resolved(model: Model) -> dict[str, Any]:
         found["window_pattern"] = 0
     for key in keys_without_effect(model):
         found[key] = None
-    if model.family == "llama":
+    found["encoder_layers"] = model.encoders
+    if model.family in ("llama", "t5"):
         del found["seq_len"]
     found["sentences"] = "none" if model.sentences == "none" else "next"  # the same head
-    del found["masked_fraction"]  # of its training alone
+    del found["masked_fraction"], found["span_length"]  # of its training alone
     return found
 
 
@@ -163,6 +165,23 @@ def _bert(name: str, model_type: str, sentences: str, order: str) -> "Architectu
     )
 
 
+_T5 = {
+    "vocab_size": "vocab",
+    "d_model": "hidden",
+    "d_kv": "head_dim",
+    "d_ff": "ffn",
+    "num_heads": "heads",
+    "relative_attention_num_buckets": "position_buckets",
+    "relative_attention_max_distance": "position_reach",
+    "layer_norm_epsilon": "norm_eps",
+}
+_T5_DEFAULTS = {
+    "d_kv": 64,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "n_positions": 512,
+}
 _IS_GEMMA = _IS_LLAMA | {"norm_offset": True, "post_norms": True}
 
 ARCHITECTURES = {
@@ -271,6 +290,16 @@ ARCHITECTURES = {
         _bert("BertForMaskedLM", "bert", "none", "post"),
         _bert("MegatronBertForPreTraining", "megatron-bert", "next", "pre"),
         _bert("MegatronBertForMaskedLM", "megatron-bert", "none", "pre"),
+        Architecture(
+            "T5ForConditionalGeneration",
+            "t5",
+            _T5,
+            _T5_DEFAULTS,
+            {"family": "t5"},
+            {"is_encoder_decoder": True},
+            (STACKS, FEED_FORWARD, HEAD, SAMPLE),
+            weights="t5",
+        ),
     )
 }
 
@@ -295,7 +324,7 @@ def architecture_for(model: Model, wanted: str | None) -> Architecture:
     for name, lost in losses.items():
         if not lost:
             return ARCHITECTURES[name]
-    nearest = min(losses, key=lambda name: len(losses[name]))
+    nearest = min(losses, key=lambda name: ("family" in losses[name], len(losses[name])))
     keys = [f"model.{key} = {toml_repr(attrgetter(key)(model))}" for key in losses[nearest]]
     among = f"{nearest} cannot have {join_words(keys)}"
     if wanted is None:

@@ -16,6 +16,7 @@ _HARMLESS = frozenset(
     (
         *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version"),
         *("_name_or_path", "auto_map", "tokenizer_class", "prefix", "use_cache", "n_ctx"),
+        *("output_past", "initializer_factor", "dropout_rate"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
         *("decoder_start_token_id", "is_decoder", "chunk_size_feed_forward"),
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range"),

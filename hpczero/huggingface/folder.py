@@ -184,7 +184,7 @@ class NewFolder:
         if self.tokenizer is None:
             return {CONFIG: as_json(config)}
         end = {"eos_token_id": self.tokenizer.end_of_document}
-        files = tokenizer_files(self.tokenizer, self.model.seq_len, self.model.masks)
+        files = tokenizer_files(self.tokenizer, self.model)
         if self.model.masks:  # it writes no text
             return files | {CONFIG: as_json(config)}
         return files | {CONFIG: as_json(config | end), _GENERATION: as_json(end)}

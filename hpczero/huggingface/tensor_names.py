@@ -6,8 +6,9 @@ tensors of the file, one after the other. So fused and stacked weights are range
 `transposed` tensors are in the file as [inputs, outputs].
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from hpczero.checkpoint.views import Part, View
@@ -21,6 +22,7 @@ class Row:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     transposed: bool = False
+    dims: int = 0  # the row is for parameters of so many dimensions alone; 0: for all
 
 
 def _of_modules(ours: str, theirs: str, *suffixes: str, transposed: bool = False) -> list[Row]:
@@ -119,16 +121,75 @@ _NORMS_FIRST = [
 ]
 
 
+# The encoder and the decoder of T5 number the parts of a block: attention, the decoder's attention to
+# the encoder, feed-forward.
+_T5_ENDS = [
+    Row(("embedding.lookup.tokens",), ("shared.weight",)),
+    *(
+        Row(
+            (f"positions.{stack}",),
+            (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",),
+        )
+        for stack in ("encoder", "decoder")
+    ),
+    Row(("head.norm.weight",), ("decoder.final_layer_norm.weight",)),
+    Row(("head.logits.weight",), ("lm_head.weight",)),
+]
+_T5_ATTENTION = [
+    *_of_modules("attention.norm", "layer.0.layer_norm", "weight"),
+    *_of_modules("attention.inputs.query", "layer.0.SelfAttention.q", "weight"),
+    *_of_modules("attention.inputs.key", "layer.0.SelfAttention.k", "weight"),
+    *_of_modules("attention.inputs.value", "layer.0.SelfAttention.v", "weight"),
+    *_of_modules("attention.output", "layer.0.SelfAttention.o", "weight"),
+]
+_T5_CROSS_ATTENTION = [
+    *_of_modules("cross.norm", "layer.1.layer_norm", "weight"),
+    *_of_modules("cross.query", "layer.1.EncDecAttention.q", "weight"),
+    *_of_modules(
+        "cross.memory", "layer.1.EncDecAttention.k+layer.1.EncDecAttention.v", "weight"
+    ),
+    *_of_modules("cross.output", "layer.1.EncDecAttention.o", "weight"),
+]
+
+
+def _t5_feed_forward(part: str) -> list[Row]:
+    inner = f"{part}.DenseReluDense"
+    up = "feed_forward.up.weight"
+    return [
+        *_of_modules("feed_forward.norm", f"{part}.layer_norm", "weight"),
+        Row((up,), (f"{inner}.wi.weight",), dims=2),
+        Row((up,), (f"{inner}.wi_0.weight", f"{inner}.wi_1.weight"), dims=3),  # a gate, values
+        *_of_modules("feed_forward.down", f"{inner}.wo", "weight"),
+    ]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one kind: the rows are below "kind.N." and below the prefix of block N."""
+
+    kind: str  # of hpczero's layers
+    prefix: str
+    rows: Sequence[Row]
+    of_last: Sequence[Row] = ()  # parameters of the last one that have whole names in the file
+
+
 @dataclass(frozen=True)
 class Names:
     ends: Sequence[Row]  # outside blocks, by their whole names
-    block: Sequence[Row]  # below "blocks.N." and below the prefix
-    prefix: str  # of block N; without its first word the files of a bare model have it
+    blocks: Sequence[Blocks]
     unused: tuple[str, ...]  # endings of tensors that older files have and no model needs
     older: Mapping[str, str] = field(default_factory=dict)  # endings of names as they were
 
+    @property
+    def prefix(self) -> str:
+        """That of a block; without its first word the files of a bare model have it."""
+        return self.blocks[0].prefix
 
-_UNUSED = (".rotary_emb.inv_freq",)
+
+def _llama(*rows: Row) -> Names:
+    return Names(_ENDS, [Blocks("blocks", "model.layers.{}.", rows)], (".rotary_emb.inv_freq",))
+
+
 _UNUSED_BY_BERT = (
     ".position_ids",
     "cls.predictions.decoder.weight",  # the same as the embedding's
@@ -136,25 +197,47 @@ _UNUSED_BY_BERT = (
     *("bert.pooler.dense.weight", "bert.pooler.dense.bias"),  # of a model for masked tokens alone
     *("cls.seq_relationship.weight", "cls.seq_relationship.bias"),
 )
+_UNUSED_BY_T5 = (
+    *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),  # the same as shared.weight
+    ".layer.1.EncDecAttention.relative_attention_bias.weight",
+)
 _OF_TENSORFLOW = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 NAMES = {
-    "llama": Names(_ENDS, [*_ATTENTION, *_APART, *_DOWN, *_TWO_NORMS], "model.layers.{}.", _UNUSED),
-    "gemma": Names(
-        _ENDS, [*_ATTENTION, *_APART, *_DOWN, *_FOUR_NORMS], "model.layers.{}.", _UNUSED
-    ),
-    "phi3": Names(_ENDS, [*_ATTENTION, *_FUSED, *_DOWN, *_TWO_NORMS], "model.layers.{}.", _UNUSED),
+    "llama": _llama(*_ATTENTION, *_APART, *_DOWN, *_TWO_NORMS),
+    "gemma": _llama(*_ATTENTION, *_APART, *_DOWN, *_FOUR_NORMS),
+    "phi3": _llama(*_ATTENTION, *_FUSED, *_DOWN, *_TWO_NORMS),
     "gpt2": Names(
-        _GPT2_ENDS, _GPT2_BLOCK, "transformer.h.{}.", (".attn.bias", ".attn.masked_bias")
+        _GPT2_ENDS,
+        [Blocks("blocks", "transformer.h.{}.", _GPT2_BLOCK)],
+        (".attn.bias", ".attn.masked_bias"),
     ),
     "bert": Names(
         _BERT_ENDS,
-        [*_BERT_BLOCK, *_NORMS_LAST],
-        "bert.encoder.layer.{}.",
+        [Blocks("blocks", "bert.encoder.layer.{}.", [*_BERT_BLOCK, *_NORMS_LAST])],
         _UNUSED_BY_BERT,
         _OF_TENSORFLOW,
     ),
     "megatron-bert": Names(
-        _BERT_ENDS, [*_BERT_BLOCK, *_NORMS_FIRST], "bert.encoder.layer.{}.", _UNUSED_BY_BERT
+        _BERT_ENDS,
+        [Blocks("blocks", "bert.encoder.layer.{}.", [*_BERT_BLOCK, *_NORMS_FIRST])],
+        _UNUSED_BY_BERT,
+    ),
+    "t5": Names(
+        _T5_ENDS,
+        [
+            Blocks(
+                "encoder",
+                "encoder.block.{}.",
+                [*_T5_ATTENTION, *_t5_feed_forward("layer.1")],
+                _of_modules("last_norm", "encoder.final_layer_norm", "weight"),
+            ),
+            Blocks(
+                "decoder",
+                "decoder.block.{}.",
+                [*_T5_ATTENTION, *_T5_CROSS_ATTENTION, *_t5_feed_forward("layer.2")],
+            ),
+        ],
+        _UNUSED_BY_T5,
     ),
 }
 
@@ -164,28 +247,42 @@ def views(architecture: Architecture, model: Model) -> list[View]:
     shapes = {
         parameter.name: parameter.shape for layer in layers(model) for parameter in layer.parameters
     }
-    names = NAMES[architecture.weights]
-    found = [view for row in _rows(names, model.layers) for view in _views(row, shapes)]
+    counts = Counter(layer.kind for layer in layers(model))
+    rows = _rows(NAMES[architecture.weights], counts)
+    found = [view for row in rows for view in _views(row, shapes)]
     parts = {part.parameter for view in found for part in view.parts}
     assert parts == shapes.keys(), f"{architecture.name} lacks {shapes.keys() - parts}"
     place = {name: number for number, name in enumerate(shapes)}
     return sorted(found, key=lambda view: place[view.parts[0].parameter])
 
 
-def _rows(names: Names, blocks: int) -> Iterator[Row]:
+def _rows(names: Names, counts: Mapping[str, int]) -> Iterator[Row]:
+    """Yield the rows of a model with so many blocks of each kind, by whole names."""
     yield from names.ends
-    for index in range(blocks):
-        prefix = names.prefix.format(index)
-        for row in names.block:
-            ours = tuple(f"blocks.{index}.{name}" for name in row.ours)
-            yield Row(ours, tuple(prefix + name for name in row.theirs), row.transposed)
+    for blocks in names.blocks:
+        for index in range(counts[blocks.kind]):
+            prefix = blocks.prefix.format(index)
+            for row in blocks.rows:
+                yield _below(row, f"{blocks.kind}.{index}.", prefix)
+            if index == counts[blocks.kind] - 1:
+                yield from (_below(row, f"{blocks.kind}.{index}.", "") for row in blocks.of_last)
+
+
+def _below(row: Row, ours: str, theirs: str) -> Row:
+    return replace(
+        row,
+        ours=tuple(ours + name for name in row.ours),
+        theirs=tuple(theirs + name for name in row.theirs),
+    )
 
 
 def _views(row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[View]:
-    """Yield the tensors of a row; none if the model lacks these parameters."""
+    """Yield the tensors of a row; none if the model lacks these parameters, or has others."""
     if not all(name in shapes for name in row.ours):
         return
     first = shapes[row.ours[0]]
+    if row.dims not in (0, len(first)):
+        return
     is_vector = len(first) == 1 or row.ours[0].endswith(".bias")
     inner = () if is_vector else first[-1:]
     size = sum(prod(shapes[name]) for name in row.ours)

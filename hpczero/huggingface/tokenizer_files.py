@@ -3,39 +3,56 @@
 import json
 from typing import Any
 
-from hpczero.data.masking import SPECIAL, SpecialIds
+from hpczero.data.special_ids import knows, special_ids
 from hpczero.data.tokenizer import JSON, SETTINGS, ByteTokenizer, Tokenizer
+from hpczero.spec.model import Model
+
+# family -> what stands around a text, and after it around a second one; `:` is their segment
+_TEMPLATES = {
+    "bert": ("[CLS]:0 $A:0 [SEP]:0", "$B:1 [SEP]:1"),
+    "t5": ("$A:0 </s>:0", "$B:0 </s>:0"),
+}
+_ROLES = {
+    "bert": {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"},
+    "t5": {"pad_token": "<pad>", "eos_token": "</s>"},
+}
 
 
-def tokenizer_files(tokenizer: Tokenizer, seq_len: int, masks: bool = False) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
     """Return the tokenizer's own files, and the settings that say which class of
     `transformers` reads them, if it has none.
 
-    `masks`: with the special tokens of a model of masked tokens.
+    Those of a model with masked samples have its special tokens.
     """
     files = dict(tokenizer.files) or {JSON: as_json(byte_tokenizer())}
     if SETTINGS not in files:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast" if JSON in files else "LlamaTokenizer",
             "eos_token": tokenizer.end,
-            "model_max_length": seq_len,
+            "model_max_length": model.streams(model.seq_len)[0],
             "clean_up_tokenization_spaces": False,
         }
         if JSON not in files:
             settings |= {"legacy": False, "add_bos_token": False, "add_eos_token": False}
         files[SETTINGS] = as_json(settings)
-    return _with_marks(files, tokenizer) if masks and JSON in files else files
+    return _with_marks(files, tokenizer, model) if model.masks and JSON in files else files
 
 
-def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Add what a tokenizer lacks of [CLS], [SEP], [MASK], and say where they stand in a text."""
+def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
+    """Add the special tokens that a tokenizer lacks, and say where they stand in a text."""
     content, settings = json.loads(files[JSON]), _table(files[SETTINGS])
-    ids = dict(zip(SPECIAL, SpecialIds.of(tokenizer), strict=True))
-    for name, number in ids.items():
-        if tokenizer.token_to_id(name) != number:
-            content.setdefault("added_tokens", []).append(_special(name, number))
-    content["post_processor"] = _template(ids)
-    settings |= dict(zip(("cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    ids, roles = special_ids(model, tokenizer), _ROLES[model.family]
+    new = [name for name in ids if not knows(tokenizer, name)]
+    content.setdefault("added_tokens", []).extend(_special(name, ids[name]) for name in new)
+    content["post_processor"] = _template(model.family, ids)
+    settings |= roles
+    if without_role := [name for name in new if name not in roles.values()]:
+        # the key of older settings, which newer versions read too, unless they have their own
+        key = "extra_special_tokens"
+        if not isinstance(settings.get(key), list):
+            key = "additional_special_tokens"
+        others = settings.get(key)
+        settings[key] = [*(others if isinstance(others, list) else []), *without_role]
     return files | {JSON: as_json(content), SETTINGS: as_json(settings)}
 
 
@@ -48,24 +65,23 @@ def _table(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _template(ids: dict[str, int]) -> dict[str, Any]:
-    """Return the step of a tokenizer.json that puts [CLS] and [SEP] around texts."""
-    first, last, _ = SPECIAL
-
-    def mark(name: str, segment: int) -> dict[str, Any]:
-        return {"SpecialToken": {"id": name, "type_id": segment}}
-
-    def text(name: str, segment: int) -> dict[str, Any]:
-        return {"Sequence": {"id": name, "type_id": segment}}
-
-    single = [mark(first, 0), text("A", 0), mark(last, 0)]
-    tokens = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in (first, last)}
+def _template(family: str, ids: dict[str, int]) -> dict[str, Any]:
+    """Return the step of a tokenizer.json that puts special tokens around texts."""
+    single, second = ([_piece(one) for one in part.split()] for part in _TEMPLATES[family])
+    used = [name for name in ids if f"{name}:" in _TEMPLATES[family][0]]
+    tokens = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in used}
     return {
         "type": "TemplateProcessing",
         "single": single,
-        "pair": [*single, text("B", 1), mark(last, 1)],
+        "pair": [*single, *second],
         "special_tokens": tokens,
     }
+
+
+def _piece(word: str) -> dict[str, Any]:
+    name, _, segment = word.rpartition(":")
+    kind = "Sequence" if name.startswith("$") else "SpecialToken"
+    return {kind: {"id": name.removeprefix("$"), "type_id": int(segment)}}
 
 
 def byte_tokenizer() -> dict[str, Any]:

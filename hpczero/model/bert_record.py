@@ -17,6 +17,7 @@ from hpczero.model.layer_work import of_embedding, of_logits
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, of_layers
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
+    SUMS,
     ZEROS,
     ChunkLayout,
     Family,
@@ -94,7 +95,7 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     """
     is_post = model.norm_order == "post"
     of_block = bytes_of_block(model, element, part, 1 if is_post else 2)
-    found = of_layers(model, tokens, element, part, of_block)
+    found = of_layers(model, tokens, element, part, {"blocks": of_block})
     kept = 0.0
     if is_post and "embedding" in part.layers:
         rows = tokens / part.tensor if part.sequence else tokens
@@ -135,7 +136,7 @@ BERT = Family(
     operations=_operations,
     activations=_activations,
     work=_work,
-    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 0)},
+    tensor_sums=SUMS | {"head": ((), ())},
     tensor_plan=dict(GPT.tensor_plan) | {"head.logits": "column of whole"},
     sequence_plan={
         "embedding.norm": NORM_OF_ROWS,

@@ -7,6 +7,7 @@ from hpczero.model.bert_record import BERT
 from hpczero.model.gpt_record import GPT
 from hpczero.model.llama_record import LLAMA
 from hpczero.model.shapes import Family, Layer
+from hpczero.model.t5_record import T5
 from hpczero.spec.schema import Model
 
 # device -> operations whose kernels change the memory that activations take there
@@ -16,7 +17,7 @@ KERNELS_THAT_CHANGE_MEMORY = {
     "cuda": frozenset({"cross_entropy", "glu", "rms_norm"}),
 }
 
-FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
+FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5": T5}
 
 
 def family(model: Model) -> Family:
@@ -37,7 +38,7 @@ def known(model: Model) -> bool:
 
 def layer_count(model: Model) -> int:
     """Return len(layers(model)) without listing the blocks."""
-    return model.layers + len(layers(model.model_copy(update={"layers": 0})))
+    return model.layers + len(layers(model.model_copy(update={"layers": 0, "encoder_layers": 0})))
 
 
 def parameter_count(model: Model) -> int:

@@ -25,7 +25,7 @@ from hpczero_kernels.operations import OPERATIONS
 class GPT(Layered):
     def __init__(self, model: Model) -> None:
         blocks = (Block(model, index) for index in range(model.layers))
-        super().__init__(model, Embedding(model), blocks, Head(model))
+        super().__init__(model, embedding=Embedding(model), blocks=blocks, head=Head(model))
 
 
 class Norm(nn.Module):

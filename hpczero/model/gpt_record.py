@@ -8,6 +8,7 @@ from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_lay
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
     ONES,
+    SUMS,
     ZEROS,
     ChunkLayout,
     Family,
@@ -94,7 +95,7 @@ def costs_of_blocks(model: Model, seq: int) -> list[float]:
 
 
 def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
-    return of_layers(model, tokens, element, part, bytes_of_block(model, element, part, 2))
+    return of_layers(model, tokens, element, part, {"blocks": bytes_of_block(model, element, part, 2)})
 
 
 def bytes_of_block(model: Model, element: int, part: ChunkLayout, made_again: int) -> BlockBytes:
@@ -162,7 +163,7 @@ GPT = Family(
     operations=_operations,
     activations=_activations,
     work=_work,
-    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
+    tensor_sums=SUMS,
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.qkv": "column",

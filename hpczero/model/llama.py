@@ -25,7 +25,7 @@ class Llama(Layered):
     def __init__(self, model: Model) -> None:
         angles = Angles(model, local=False), Angles(model, local=True)
         blocks = (Block(model, index, angles) for index in range(model.layers))
-        super().__init__(model, Embedding(model), blocks, Head(model))
+        super().__init__(model, embedding=Embedding(model), blocks=blocks, head=Head(model))
 
 
 class Norm(nn.Module):

@@ -9,6 +9,7 @@ from hpczero.model.shapes import (
     NORM_OF_HEADS,
     NORM_OF_ROWS,
     ONES,
+    SUMS,
     ZEROS,
     ChunkLayout,
     Family,
@@ -143,7 +144,7 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
         cheap += (2 * FP32 - element) * normed
     widest = max(element * 4 * wide, inside_attention(model, element, inner, of_keys))
     block = BlockBytes(kept, cheap, widest, product)
-    return of_layers(model, tokens, element, part, block)
+    return of_layers(model, tokens, element, part, {"blocks": block})
 
 
 def _heads_of_rank(model: Model, ranks: int) -> tuple[int, int]:
@@ -207,7 +208,7 @@ LLAMA = Family(
     operations=_operations,
     activations=_activations,
     work=_work,
-    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
+    tensor_sums=SUMS,
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.inputs": "attention inputs",

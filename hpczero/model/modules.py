@@ -17,20 +17,24 @@ from hpczero_kernels.random import key_of
 
 
 class Layered(nn.Module):
-    """A model of an embedding, blocks and a head, with the embedding's vectors where it is tied."""
+    """A model of layers and lists of layers, in their order: first "embedding", last "head".
 
-    def __init__(
-        self, model: Model, embedding: nn.Module, blocks: Iterable[nn.Module], head: nn.Module
-    ) -> None:
+    The head has the embedding's vectors where it is tied.
+    """
+
+    def __init__(self, model: Model, **parts: nn.Module | Iterable[nn.Module]) -> None:
         super().__init__()
-        self.embedding = embedding
-        self.blocks = nn.ModuleList(blocks)
-        self.head = head
+        for name, part in parts.items():
+            self.add_module(name, part if isinstance(part, nn.Module) else nn.ModuleList(part))
         if model.tied_embeddings:
-            head.get_submodule("logits").weight = embedding.get_submodule("lookup").tokens
+            logits = self.get_submodule("head.logits")
+            logits.weight = self.get_submodule("embedding.lookup").tokens
 
     def layers(self) -> list[nn.Module]:
-        return [self.embedding, *self.blocks, self.head]
+        found: list[nn.Module] = []
+        for part in self.children():
+            found += part if isinstance(part, nn.ModuleList) else [part]
+        return found
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the targets' summed cross-entropy in fp32; one per sample if `batch.by_sample`."""

@@ -1,5 +1,6 @@
 """Figures that the records of families share (pure)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpczero.model.shapes import ChunkLayout, Moments, Peak
@@ -50,20 +51,40 @@ class BlockBytes:
     product: float  # of the largest gradient of a weight
 
 
-def _kept_by_blocks(part: ChunkLayout, tokens: int, stream: float, block: BlockBytes) -> float:
+def _kept_by_blocks(
+    part: ChunkLayout, tokens: int, stream: float, of_blocks: Mapping[str, BlockBytes]
+) -> float:
     """Return the bytes that a chunk's blocks keep on their device."""
-    blocks, again = part.layers["blocks"], part.recomputed
-    kept = tokens * ((blocks - again["block"]) * block.kept - again["selective"] * block.cheap)
-    kept += again["block"] * (stream / part.tensor if part.partitioned else stream)
-    if part.blocks_here is None or blocks <= part.blocks_here:
+    kept = 0.0
+    for kind, block in of_blocks.items():
+        inputs = part.recomputed[kind, "block"]
+        whole = part.layers[kind] - inputs
+        kept += tokens * (whole * block.kept - part.recomputed[kind, "selective"] * block.cheap)
+        kept += inputs * (stream / part.tensor if part.partitioned else stream)
+    if part.blocks_here is None or part.blocks <= part.blocks_here:
         return kept
-    return kept * part.blocks_here / blocks
+    return kept * part.blocks_here / part.blocks
+
+
+def _made_again(
+    part: ChunkLayout, tokens: int, stream: float, of_blocks: Mapping[str, BlockBytes]
+) -> float:
+    """Return the bytes that the widest block makes again in its backward."""
+    whole = [block.kept for kind, block in of_blocks.items() if part.recomputed[kind, "block"]]
+    if whole:
+        return max(whole) * tokens + 2 * stream * part.partitioned
+    cheap = [block.cheap for kind, block in of_blocks.items() if part.recomputed[kind, "selective"]]
+    return max(cheap, default=0.0) * tokens
 
 
 def of_layers(
-    model: Model, tokens: int, element: int, part: ChunkLayout, block: BlockBytes
+    model: Model,
+    tokens: int,
+    element: int,
+    part: ChunkLayout,
+    of_blocks: Mapping[str, BlockBytes],
 ) -> Moments:
-    """Count the activations of an embedding, alike blocks and a head, in one chunk.
+    """Count the activations of an embedding, blocks of some kinds and a head, in one chunk.
 
     Dropout keeps nothing: it draws its mask again. A stage keeps its output too; the input of its
     first block lies in the receive buffer; its last gradient waits to be sent. With sequence
@@ -71,14 +92,12 @@ def of_layers(
     """
     hidden = model.hidden / part.tensor if part.sequence else model.hidden
     vocab = model.vocab / part.tensor
-    again = part.recomputed
     stream = element * hidden * tokens
-    kept = _kept_by_blocks(part, tokens, stream, block)
-    made_again = 0.0  # of a block at a time
-    if again["block"]:
-        made_again = block.kept * tokens + 2 * stream * part.partitioned
-    elif again["selective"]:
-        made_again = block.cheap * tokens
+    kept = _kept_by_blocks(part, tokens, stream, of_blocks)
+    here = [block for kind, block in of_blocks.items() if part.layers[kind]]
+    wide = max((block.wide for block in here), default=0.0)
+    made_again = _made_again(part, tokens, stream, of_blocks)  # of a block at a time
+    repeats = any(part.recomputed[kind, "block"] for kind in of_blocks)
     if part.sends and "embedding" in part.layers:
         kept += stream
     sent = hidden if part.sends else 0
@@ -88,21 +107,22 @@ def of_layers(
     # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
     of_head = 0.0
-    forward = [Peak(kept, kept + (block.wide * tokens if again["block"] else 0.0))]
+    forward = [Peak(kept, kept + (wide * tokens if repeats else 0.0))]
     backward = [Peak(kept, kept)]
     if "head" in part.layers:
         targets = part.targets or tokens
-        width = model.hidden if part.targets else hidden  # what is picked is whole everywhere
+        width = model.hidden if part.picked else hidden  # what is picked is whole everywhere
         head = of_loss(part, targets, element, width, vocab, bool(model.logit_cap))
         of_head = head.kept
         forward.append(head.forward.beside(kept))
         logits = element * vocab * (part.loss_rows or targets)
         backward.append(head.backward.beside(kept))
         backward.append(Peak(kept, kept + 2 * element * hidden * tokens + logits + embedding))
-    if "blocks" in part.layers:
+    if here:
         masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
-        of_block = (element * 2 * hidden + block.wide + masking) * tokens
-        backward.append(Peak(kept, kept + made_again + of_block + block.product + waiting))
+        of_block = (element * 2 * hidden + wide + masking) * tokens
+        product = max(block.product for block in here)
+        backward.append(Peak(kept, kept + made_again + of_block + product + waiting))
     if "embedding" in part.layers:
         backward.append(Peak(0.0, embedding + 2 * waiting + element * 2 * hidden * tokens))
     widest = (Peak.of(moments) for moments in (forward, backward))

@@ -5,10 +5,11 @@ sharded over tensor-parallel ranks (None: each of them holds the whole parameter
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
+from typing import TypeVar
 
 from hpczero.model.work import LayerWork, WorkLayout
 from hpczero.spec.schema import Model
@@ -63,6 +64,9 @@ class Parameter:
         return len(self.shape) > 1
 
 
+BLOCKS = ("blocks", "encoder", "decoder")  # kinds of layers
+
+
 @dataclass(frozen=True)
 class Layer:
     """One entry of the model's list of layers.
@@ -86,6 +90,11 @@ class Layer:
     def kind(self) -> str:
         """The name without its number: "blocks" of "blocks.3"."""
         return self.name.partition(".")[0]
+
+    @property
+    def is_block(self) -> bool:
+        """True for the layers of which models have many."""
+        return self.kind in BLOCKS
 
     @property
     def names(self) -> set[str]:
@@ -118,7 +127,7 @@ def ffn(model: Model) -> int:
 
 
 def index_of(block: "Layer") -> int:
-    """Return the number of a block among the blocks."""
+    """Return the number of a block among those of its kind."""
     return int(block.name.rpartition(".")[2])
 
 
@@ -182,11 +191,18 @@ class ChunkLayout:
     sequence: bool  # sequence parallelism: activations between the products are sharded too
     sends: bool  # the pipeline has other stages
     kernels: frozenset[str] = frozenset()  # `Platform.kernels`
-    recomputed: Counter[str] = field(default_factory=Counter)  # "block" -> so many blocks
+    # kind of blocks, and "block" or "selective" -> so many of them
+    recomputed: Counter[tuple[str, str]] = field(default_factory=Counter)
     loss_rows: int = 0  # positions whose logits exist at a time; 0: all
     partitioned: bool = False  # inputs of recomputed blocks are cut over the tensor ranks
     blocks_here: int | None = None  # so many keep theirs on the device, the others on the host
-    targets: int = 0  # positions that the head picks; 0: it works on all
+    targets: int = 0  # positions that the head works on; 0: on all
+    picked: bool = False  # they are picked, and whole on every rank
+    seq_len: int = 1  # positions of a sequence
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.layers[kind] for kind in BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -203,23 +219,38 @@ class Family:
     operations: Callable[[Model, int], list[int]]
     activations: Callable[[Model, int, int, ChunkLayout], Moments]  # tokens, bytes of a number
     work: Callable[[Model, Layer, WorkLayout], LayerWork]  # of a layer for a micro-batch
-    # kind of layer -> sums of activations over tensor ranks in forward, and in backward
-    tensor_sums: Mapping[str, tuple[int, int]]
+    # kind of layer -> sums of activations over tensor ranks in forward, and in backward: each by
+    # the number of its stream (`Model.streams`)
+    tensor_sums: Mapping[str, tuple[Sequence[int], Sequence[int]]]
     tensor_plan: Mapping[str, str]
     sequence_plan: Mapping[str, str]  # with sequence parallelism, too
     # module -> its cheap operation, of which results need not be kept (memory.recompute)
     cheap: Mapping[str, str]
     # positions of a sequence that the head picks, which are whole on every tensor rank
     picked: Callable[[Model, int], int] | None = None
+    # modules that work on one of several streams -> its number
+    stream_of: Mapping[str, int] = field(default_factory=dict)
 
 
 # roles of modules whose parameters every rank holds: it has some rows, or some heads, and the
 # parameters' gradients are summed over the ranks
 NORM_OF_ROWS = "norm of rows"
 NORM_OF_HEADS = "norm of heads"
+STREAMS_OF_ROWS = "streams of rows"  # of several streams a rank has some rows each
 
 
-def role_of(plan: Mapping[str, str], name: str) -> str | None:
+# sums of activations of a model of one stream
+SUMS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+    "embedding": ((0,), ()),
+    "blocks": ((0, 0), (0, 0)),
+    "head": ((), (0,)),
+}
+
+
+Role = TypeVar("Role")
+
+
+def role_of(plan: Mapping[str, Role], name: str) -> Role | None:
     """Return the role that a plan gives the module of this name; None if it has no entry."""
     roles = [role for pattern, role in plan.items() if matches(name, pattern)]
     assert len(roles) <= 1, f"{name} has {len(roles)} entries in the plan"

@@ -20,7 +20,14 @@ from hpczero.comm.node_axis import NodeAxis
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
-from hpczero.model.shapes import NORM_OF_HEADS, NORM_OF_ROWS, Family, Layer, role_of
+from hpczero.model.shapes import (
+    NORM_OF_HEADS,
+    NORM_OF_ROWS,
+    STREAMS_OF_ROWS,
+    Family,
+    Layer,
+    role_of,
+)
 from hpczero.parallel import user_module
 from hpczero.parallel.activations.calls import Ways, calls_of, use_recipes
 from hpczero.parallel.activations.choice import loss_rows
@@ -49,6 +56,7 @@ from hpczero.parallel.tensor.linear import (
     Residual,
     RowLinear,
 )
+from hpczero.parallel.tensor.streams import ResidualOfStreams, StreamsOfRows
 from hpczero.parallel.tensor.serial_check import SerialCheck
 from hpczero.parallel.tensor.user_plan import Cuts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
@@ -75,6 +83,7 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     NORM_OF_HEADS: OnOwnRows,
     NORM_OF_ROWS: OnOwnRows,
     "dropout of rows": DropoutOnOwnRows,
+    STREAMS_OF_ROWS: StreamsOfRows,
 }
 
 
@@ -234,7 +243,9 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     pipeline = context.group_if_cut("pipeline")
     residual = None
     if tensor:
-        residual = Residual(tensor, spec.parallel.sequence_parallel)
+        residual = ResidualOfStreams(
+            tensor, spec.parallel.sequence_parallel, spec.model.streams
+        )
         apply_plan(layers, families.family(spec.model), residual)
     _cut_loss(module.head, spec, residual)
     described = [layer for _, layer in layers]
@@ -292,10 +303,12 @@ def apply_plan(
         if residual.sequence_parallel:
             module.register_forward_pre_hook(follow)
         for path, serial in list(module.named_modules()):
-            role = role_of(plan, f"{layer.name}.{path}")
+            whole_name = f"{layer.name}.{path}"
+            role, stream = role_of(plan, whole_name), role_of(family.stream_of, whole_name)
             if role and not isinstance(serial, nn.Identity):  # a norm that this model lacks
                 parent, _, name = path.rpartition(".")
-                setattr(module.get_submodule(parent), name, ROLES[role](serial, residual))
+                of = residual if stream is None else residual.streams[stream]
+                setattr(module.get_submodule(parent), name, ROLES[role](serial, of))
 
 
 def _user_stage(

@@ -227,11 +227,13 @@ def moments_of(
         parallel.sequence_parallel and parallel.tensor > 1,
         parallel.pipeline > 1,
         kernels,
-        Counter(recomputed(spec.memory, layer) for layer in running),
+        Counter((layer.kind, recomputed(spec.memory, layer)) for layer in running),
         loss_rows(spec.memory, tokens),
         partitions(spec),
         blocks_here,
-        samples * spec.model.target_count(spec.seq_len) if family(spec.model).picked else 0,
+        samples * spec.model.target_count(spec.seq_len) if spec.model.masks else 0,
+        family(spec.model).picked is not None,
+        spec.seq_len,
     )
     return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)
 

@@ -169,14 +169,20 @@ class StepWork:
         width = self.precision.weight + 2 * self.precision.gradient
         return self.held[stage].by_chunk[chunk] * width
 
-    def sums(self, part: Part) -> tuple[int, int]:
-        """Return the sums of activations over tensor ranks in forward, and in backward."""
-        sums = family(self.spec.model).tensor_sums
-        forward, backward = (
-            sum(sums[alike.layer.kind][column] * count for alike, count in part.layers)
-            for column in range(2)
-        )
-        return forward, backward + part.recomputed_blocks * sums["blocks"][0]
+    def sums(self, part: Part) -> tuple[float, float]:
+        """Return the sums of activations over tensor ranks in forward, and in backward.
+
+        One of a part of the positions counts as that part.
+        """
+        model, seq_len = self.spec.model, self.spec.seq_len
+        shares = [length / seq_len for length in model.streams(seq_len)]
+        forward = backward = 0.0
+        for alike, count in part.layers:
+            of_kind = family(model).tensor_sums[alike.layer.kind]
+            ahead, back = (count * sum(shares[stream] for stream in column) for column in of_kind)
+            forward += ahead
+            backward += back + (ahead if alike.repeats == "block" else 0.0)
+        return forward, backward
 
     def tensor_messages(self, stage: int) -> list[Repeated]:
         """Return the collectives of tensor ranks in a step, each with what one of it sends."""

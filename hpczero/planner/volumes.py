@@ -259,35 +259,42 @@ class Volumes:
         tokens = samples * self.spec.seq_len
         chunk = loss_rows(self.spec.memory, tokens)
         running = partition.layers_that_run(self.chunks[stage])
-        one_of_kind = {layer.kind: layer for layer in running}
+        # the last block of a kind may have a norm more than the others
+        alike = Counter((layer.kind, len(layer.parameters)) for layer in running)
+        examples = {(layer.kind, len(layer.parameters)): layer for layer in running}
         kinds, plans = Counter(layer.kind for layer in running), family(model)
-        forward, backward = (
-            sum(plans.tensor_sums[kind][column] * count for kind, count in kinds.items()) * times
-            for column in range(2)
+        again = Counter(
+            layer.kind for layer in running if recomputed(self.spec.memory, layer) == "block"
         )
-        again = Counter(recomputed(self.spec.memory, layer) for layer in running)["block"]
-        forward += again * plans.tensor_sums["blocks"][0] * times
-        for kind, layer in one_of_kind.items():
-            by = kind, len(layer.parameters), ranks
-            for size in self._once(sizes_summed, by, layer, plans.tensor_plan, ranks):
-                yield "all_reduce", 2 * size * self._width, kinds[kind] * times
-        if self.spec.parallel.sequence_parallel:
-            padded = samples * -(-self.spec.seq_len // ranks) * ranks * model.hidden * self._width
+        for key, count in alike.items():
+            by = *key, ranks
+            for size in self._once(sizes_summed, by, examples[key], plans.tensor_plan, ranks):
+                yield "all_reduce", 2 * size * self._width, count * times
+        of_position = samples * model.hidden * self._width
+        for stream, length in enumerate(model.streams(self.spec.seq_len)):
+            forward, backward = (
+                sum(plans.tensor_sums[kind][column].count(stream) * count for kind, count in of)
+                * times
+                for column, of in enumerate(((kinds + again).items(), kinds.items()))
+            )
+            if not self.spec.parallel.sequence_parallel:
+                yield "all_reduce", 2 * length * of_position, forward + backward
+                continue
+            padded = -(-length // ranks) * ranks * of_position
             yield "reduce_scatter", padded, forward + backward
             ahead = times if "head" in kinds and chunk else 0  # its forward's
             yield "all_gather", padded, forward + 2 * backward - ahead
-            for kind, layer in one_of_kind.items():
-                by = kind, len(layer.parameters), ranks
-                plan = plans.sequence_plan
-                for size in self._once(sizes_with_role, by, layer, plan, NORM_OF_ROWS):
-                    yield "all_reduce", 2 * size * self._width, kinds[kind] * times
+        if self.spec.parallel.sequence_parallel:
+            for key, count in alike.items():
+                by, of = (*key, ranks), (examples[key], plans.sequence_plan, NORM_OF_ROWS)
+                for size in self._once(sizes_with_role, by, *of):
+                    yield "all_reduce", 2 * size * self._width, count * times
             if "head" in kinds and plans.picked:
                 picked = samples * plans.picked(model, self.spec.seq_len)
                 yield "all_reduce", 2 * picked * model.hidden * self._width, times
         else:
-            size = tokens * model.hidden * self._width
-            yield "all_reduce", 2 * size, forward + backward
-            yield "all_gather", size, again * times * self.spec.memory.partition_activations
+            blocks = again.total() * times * self.spec.memory.partition_activations
+            yield "all_gather", tokens * model.hidden * self._width, blocks
         if "head" in kinds:
             targets = samples * model.target_count(self.spec.seq_len)
             if plans.picked:  # the gradient of what the logits are made from

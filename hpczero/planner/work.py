@@ -60,10 +60,6 @@ class Part:
     def kinds(self) -> tuple[tuple[Kind, int], ...]:
         return tuple((alike.kind, count) for alike, count in self.layers)
 
-    @property
-    def recomputed_blocks(self) -> int:
-        return sum(count for alike, count in self.layers if alike.repeats == "block")
-
 
 def layout_of(spec: Spec, samples: float, kernels: frozenset[str]) -> WorkLayout:
     parallel = spec.parallel
@@ -99,7 +95,7 @@ def _part(chunk: Sequence[Layer], model: Model, memory: Memory) -> Part:
     examples: dict[Kind, Alike] = {}
     for layer in layers_that_run([chunk]):
         sees: LayoutRule | int = 0
-        if layer.kind == "blocks":
+        if layer.is_block:
             sees = window(model, index_of(layer))
             if rule := rule_of(model, index_of(layer)):
                 sees = replace(rule, layer=0)  # other random blocks are as many

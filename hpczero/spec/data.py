@@ -6,6 +6,12 @@ from pydantic import Field, StrictBool
 
 from hpczero.spec.table import Line, Positions, Table, key
 
+# family -> the tokens whose ids data.special_ids says
+SPECIAL_TOKENS = {
+    "bert": ("[CLS]", "[SEP]", "[MASK]"),
+    "t5": ("<pad>", "</s>", "<extra_id_0>"),
+}
+
 
 class Source(Table):
     """A source of a mixture."""
@@ -59,8 +65,8 @@ class Data(Table):
     special_ids: Annotated[tuple[Positions, ...], Field(strict=False, max_length=3)] = key(
         (),
         "changeable",
-        "bert: the ids of [CLS], [SEP] and [MASK]; []: those of the tokenizer, or the three after "
-        "its vocabulary",
+        "bert: the ids of [CLS], [SEP] and [MASK]; t5: of <pad>, </s> and <extra_id_0>, from which "
+        "the others go down; []: those of the tokenizer, or the next after its vocabulary",
     )
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 

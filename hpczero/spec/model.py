@@ -5,18 +5,25 @@ from typing import Literal
 from pydantic import StrictBool
 
 from hpczero.spec.attention import Attention
+from hpczero.spec.spans import SpanLengths, lengths_within
 from hpczero.spec.table import Factory, Table, key
 
 
 class Model(Table):
     """The model to train."""
 
-    family: Literal["gpt", "llama", "bert"] | Factory = key(
+    family: Literal["gpt", "llama", "bert", "t5"] | Factory = key(
         "gpt",
         "identity",
-        "gpt, llama, bert, or a factory that takes this table and returns a torch.nn.Module",
+        "gpt, llama, bert, t5, or a factory that takes this table and returns a torch.nn.Module",
     )
-    layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
+    layers: int = key(
+        4,
+        "identity",
+        "transformer blocks, of t5 those of encoder and decoder together",
+        ge=1,
+        le=10_000,
+    )
     hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
     heads: int = key(4, "identity", "attention heads", ge=1, le=1_000_000)
     head_dim: int = key(
@@ -36,7 +43,8 @@ class Model(Table):
     seq_len: int = key(
         128,
         "identity",
-        "most tokens in a sequence; gpt and bert learn so many positions",
+        "most tokens in a sequence, of t5 those of encoder and decoder together; gpt and bert "
+        "learn so many positions",
         ge=1,
         le=100_000_000,
     )
@@ -164,7 +172,7 @@ class Model(Table):
         "and feed-forward (as in Megatron-LM)",
     )
     masked_fraction: float = key(
-        0.15, "identity", "bert: share of the tokens to predict", gt=0, lt=1
+        0.15, "identity", "bert, t5: share of the tokens to predict", gt=0, lt=1
     )
     sentences: Literal["none", "next", "order"] = key(
         "none",
@@ -172,24 +180,70 @@ class Model(Table):
         "bert: a sequence is one text, or two: does the second follow (BERT), or were they swapped "
         "(ALBERT)",
     )
+    # of t5
+    encoder_layers: int = key(
+        0, "identity", "t5: blocks of the encoder; 0: half of layers", ge=0, le=10_000
+    )
+    feed_forward: Literal["gated-gelu", "gated-silu", "relu"] = key(
+        "gated-gelu",
+        "identity",
+        "t5: gated (version 1.1), or relu (as first published)",
+    )
+    position_buckets: int = key(
+        32, "identity", "t5: classes of distances between positions", ge=4, le=100_000
+    )
+    position_reach: int = key(
+        128, "identity", "t5: distance from which all are in the last class", ge=2, le=100_000_000
+    )
+    span_length: float = key(
+        3.0, "identity", "t5: mean number of tokens in a masked span", ge=1, le=1e6
+    )
     attention: Attention = Attention()
 
     @property
     def masks(self) -> bool:
         """The model predicts masked tokens, and not the next one."""
-        return self.family == "bert"
+        return self.family in ("bert", "t5")
+
+    @property
+    def encoders(self) -> int:
+        """Blocks of the encoder; 0 where there are no two kinds of blocks."""
+        return (self.encoder_layers or self.layers // 2) if self.family == "t5" else 0
+
+    @property
+    def decoders(self) -> int:
+        """Blocks of the decoder."""
+        return self.layers - self.encoders
+
+    def spans(self, seq_len: int) -> SpanLengths:
+        """Return how many tokens of a sequence are text, and masked, in how many spans."""
+        return lengths_within(seq_len, self.masked_fraction, self.span_length)
+
+    def streams(self, seq_len: int) -> tuple[int, ...]:
+        """Return the positions of a sequence that blocks work on: of encoder and decoder, or all.
+
+        They lie one after the other.
+        """
+        if self.family != "t5":
+            return (seq_len,)
+        of_decoder = self.target_count(seq_len)
+        return seq_len - of_decoder, of_decoder
 
     def text_len(self, seq_len: int) -> int:
         """Return the tokens of text in a sequence: [CLS] and each [SEP] are no text."""
-        if not self.masks:
-            return seq_len
-        return seq_len - (2 if self.sentences == "none" else 3)
+        if self.family == "t5":
+            return self.spans(seq_len).text
+        if self.family == "bert":
+            return seq_len - (2 if self.sentences == "none" else 3)
+        return seq_len
 
     def target_count(self, seq_len: int) -> int:
         """Return the most targets of a sequence."""
-        if not self.masks:
-            return seq_len
-        return max(1, round(self.masked_fraction * self.text_len(seq_len)))
+        if self.family == "t5":
+            return self.spans(seq_len).decoder
+        if self.family == "bert":
+            return max(1, round(self.masked_fraction * self.text_len(seq_len)))
+        return seq_len
 
 
 _NAMES = list(Model.model_fields)
@@ -202,4 +256,8 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
         if name != "norm_eps"
     ),
     "bert": ("norm_order", "masked_fraction", "sentences"),
+    "t5": (
+        "masked_fraction",
+        *_NAMES[_NAMES.index("encoder_layers") : _NAMES.index("attention")],
+    ),
 }

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from itertools import chain
 
 from hpczero.model.shapes import head_dim, keys_without_effect
+from hpczero.spec.data import SPECIAL_TOKENS
 from hpczero.spec.keys import Contradiction
 from hpczero.spec.model import KEYS_OF, Model
 from hpczero.spec.schema import Spec
-from hpczero.text import join_words, toml_repr
+from hpczero.spec.spans import lengths_of
+from hpczero.text import format_count, join_words, toml_repr
 
 _LEAST_TEXT = 4  # tokens: fewer cannot be cut into two sentences, or masked in part
 
@@ -39,47 +41,25 @@ def _keys_of_others(spec: Spec) -> Iterator[Contradiction]:
             )
 
 
-def _samples(spec: Spec) -> Iterator[Contradiction]:
-    """Keys of masked samples mean nothing to models that predict the next token."""
-    for name in ("whole_words", "special_ids"):
-        value = getattr(spec.data, name)
-        if value and not spec.model.masks:
+def _masked(spec: Spec) -> Iterator[Contradiction]:
+    """Keys of masked samples, and keys that models with such samples do not take."""
+    model, data = spec.model, spec.data
+    of_families = (("whole_words", ["bert"]), ("special_ids", list(SPECIAL_TOKENS)))
+    for name, families in of_families:
+        value = getattr(data, name)
+        if value and model.family not in families:
             yield Contradiction(
                 (f"data.{name}", "model.family"),
-                f"data.{name} = {toml_repr(value)} is for models that predict masked tokens, and "
-                f"model.family is {toml_repr(spec.model.family)}: leave it out",
+                f"data.{name} = {toml_repr(value)} is for "
+                f"model.family = {join_words([toml_repr(one) for one in families], 'or')}, and it "
+                f"is {toml_repr(model.family)}: leave it out",
             )
-
-
-def _masked(spec: Spec) -> Iterator[Contradiction]:
-    model, data = spec.model, spec.data
     if not model.masks:
         return
-    length = "data.seq_len" if data.seq_len else "model.seq_len"
-    if spec.text_len < _LEAST_TEXT:
-        least = _LEAST_TEXT + spec.seq_len - spec.text_len
-        yield Contradiction(
-            (length, "model.family"),
-            f"{length} = {spec.seq_len} leaves {spec.text_len} tokens of text between [CLS] and "
-            f"[SEP]: take {least} or more",
-        )
-    if data.special_ids and len(set(data.special_ids)) != 3:
-        yield Contradiction(
-            ("data.special_ids",),
-            f"data.special_ids = {toml_repr(data.special_ids)} must be three numbers, the ids of "
-            "[CLS], [SEP] and [MASK], or []",
-        )
-    if max(data.special_ids, default=3) >= model.vocab:
-        yield Contradiction(
-            ("model.vocab", "data.special_ids") if data.special_ids else ("model.vocab",),
-            f"model.vocab = {model.vocab} has no room for [CLS], [SEP], [MASK] and a token: set it "
-            f"to {max(data.special_ids, default=3) + 1} or more"
-            + (f" (data.special_ids = {toml_repr(data.special_ids)})" if data.special_ids else ""),
-        )
     refused = (
         ("data.documents", data.documents, "packed", "its samples are made of packed text"),
         ("schedule.seq_len", spec.schedule.seq_len, (), "train in phases, one run after the other"),
-        ("memory.loss_chunk", spec.memory.loss_chunk, 0, "it has logits of masked tokens alone"),
+        ("memory.loss_chunk", spec.memory.loss_chunk, 0, "it has logits of its targets alone"),
     )
     for name, value, needed, why in refused:
         if value != needed:
@@ -88,6 +68,93 @@ def _masked(spec: Spec) -> Iterator[Contradiction]:
                 f"{name} = {toml_repr(value)} is not for model.family = {toml_repr(model.family)} "
                 f"({why}): set it to {toml_repr(needed)}",
             )
+
+
+def _special_tokens(spec: Spec) -> Iterator[Contradiction]:
+    """Ids that are not distinct, below 0 or beyond the vocabulary."""
+    model, ids = spec.model, spec.data.special_ids
+    if not model.masks:
+        return
+    said = f"data.special_ids = {toml_repr(ids)}"
+    names = list(SPECIAL_TOKENS[model.family])
+    if ids and len(set(ids)) != 3:
+        yield Contradiction(
+            ("data.special_ids",),
+            f"{said} must be three numbers, the ids of {join_words(names)}, or []",
+        )
+        return
+    highest = 3
+    if model.family == "t5":
+        spans = model.spans(model.seq_len).spans
+        highest, names = spans + 2, [*names[:2], format_count(spans, "sentinel")]
+        if ids and (ids[2] < spans - 1 or any(0 <= ids[2] - one < spans for one in ids[:2])):
+            yield Contradiction(
+                ("data.special_ids", "model.seq_len", "model.span_length"),
+                f"{said} gives the sentinels of the {spans} spans of model.seq_len = "
+                f"{model.seq_len} the ids from {ids[2]} down to {ids[2] - spans + 1}: they must be "
+                "0 or more, and not those of <pad> and </s>",
+            )
+    if max(ids, default=highest) >= model.vocab:
+        yield Contradiction(
+            ("model.vocab", "data.special_ids") if ids else ("model.vocab",),
+            f"model.vocab = {model.vocab} has no room for {join_words([*names, 'a token'])}: set "
+            f"it to {max(ids, default=highest) + 1} or more" + (f" ({said})" if ids else ""),
+        )
+
+
+def _bert(spec: Spec) -> Iterator[Contradiction]:
+    if spec.model.family == "bert" and spec.text_len < _LEAST_TEXT:
+        length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
+        least = _LEAST_TEXT + spec.seq_len - spec.text_len
+        yield Contradiction(
+            (length, "model.family"),
+            f"{length} = {spec.seq_len} leaves {spec.text_len} tokens of text between [CLS] and "
+            f"[SEP]: take {least} or more",
+        )
+
+
+def _t5(spec: Spec) -> Iterator[Contradiction]:
+    model = spec.model
+    if model.family != "t5":
+        return
+    for name, length in (("model.seq_len", model.seq_len), ("data.seq_len", spec.data.seq_len)):
+        if length and model.spans(length).sample != length:
+            yield _no_sample(model, name, length)
+    if not 1 <= model.encoders < model.layers:
+        yield Contradiction(
+            ("model.encoder_layers", "model.layers"),
+            f"model.layers = {model.layers} with model.encoder_layers = {model.encoder_layers} "
+            "must leave a block or more to the encoder, and to the decoder: "
+            + ("fewer in the encoder, or more of all" if model.layers > 1 else "take 2 or more"),
+        )
+    exact = model.position_buckets // 2  # of the decoder, which looks in one direction
+    if model.position_buckets % 2 or model.position_reach <= exact:
+        yield Contradiction(
+            ("model.position_buckets", "model.position_reach"),
+            f"model.position_buckets = {model.position_buckets} must be even, and half of them, "
+            f"one for each of the nearest distances, fewer than model.position_reach = "
+            f"{model.position_reach}",
+        )
+    kind = model.attention.kind
+    if {*([kind] if isinstance(kind, str) else kind)} != {"dense"}:
+        yield Contradiction(
+            ("model.attention.kind", "model.family"),
+            f'model.attention.kind = {toml_repr(kind)} is not for model.family = "t5": set it to '
+            '"dense"',
+        )
+
+
+def _no_sample(model: Model, name: str, length: int) -> Contradiction:
+    below = model.spans(length)
+    above = lengths_of(below.text + 1, model.masked_fraction, model.span_length)
+    nearest = [below, above] if below.sample < length else [below]
+    listed = [f"{one.sample} ({one.encoder} + {one.decoder})" for one in nearest]
+    return Contradiction(
+        (name, "model.masked_fraction", "model.span_length"),
+        f"{name} = {length} is no sum of the tokens of encoder and decoder that a sample has with "
+        f"model.masked_fraction = {model.masked_fraction} and model.span_length = "
+        f"{model.span_length}: take {join_words(listed, 'or')}",
+    )
 
 
 def _llama(spec: Spec) -> Iterator[Contradiction]:
@@ -145,4 +212,4 @@ def _stretched(model: Model) -> Iterator[Contradiction]:
         )
 
 
-RULES = (_keys_of_others, _samples, _masked, _llama)
+RULES = (_keys_of_others, _masked, _special_tokens, _bert, _t5, _llama)

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from hpczero.data.documents import Cut
-from hpczero.data.masking import Masking
-from hpczero.data.objective import masking_of
+from hpczero.data.masked_samples import Objective
+from hpczero.data.objective import objective_of
 from hpczero.data.samples import micro_batches_of
 from hpczero.data.token_source import Part, TokenSource
 from hpczero.model.batch import MicroBatch
@@ -43,12 +43,12 @@ class Batches:
     source: TokenSource
     data_rank: int
     data_ranks: int
-    masking: Masking | None = None  # that of the spec and source; `replace` keeps it
+    objective: Objective | None = None  # that of the spec and source; `replace` keeps it
     _shorter: dict[int, "Batches"] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.spec.model.masks and not self.masking:
-            object.__setattr__(self, "masking", masking_of(self.spec, self.source))
+        if self.spec.model.masks and not self.objective:
+            object.__setattr__(self, "objective", objective_of(self.spec, self.source))
 
     def parts(self) -> list[range]:
         """Return this rank's positions in the global batch, a range per micro-batch.
@@ -102,8 +102,8 @@ class Batches:
         here = range(first + positions.start, first + positions.stop)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
         seed = self.spec.seed
-        if self.masking:
-            made = self.masking.samples(self.source, split, here)
+        if self.objective:
+            made = self.objective.samples(self.source, split, here)
             tensors: dict[str, Any] = {
                 name: torch.from_numpy(array)
                 for name, array in vars(made).items()
@@ -120,7 +120,7 @@ class Batches:
 
     def targets_of_split(self, split: str) -> int:
         """Return the most targets that samples of a split have."""
-        if self.masking is None:
+        if self.objective is None:
             return self.source.targets(split)
         return self.source.windows(split) * self.spec.model.target_count(self.spec.seq_len)
 

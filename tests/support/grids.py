@@ -75,7 +75,7 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
         "order": ["auto", "pipeline,data,tensor"],
         "documents": ["packed", "masked", "padded"],
         "length": [0, 21],  # tokens of a sequence; 0: as many as the model takes
-        "family": ["gpt", "llama", "fewer keys", "relative", *BERT],
+        "family": ["gpt", "llama", "fewer keys", "relative", *BERT, *T5],
         "attention": [*ATTENTION],
         "grows": [False, True],  # the first two steps have sequences of a third
         "optimizer": ["adamw", "lamb", "lion", "muon"],
@@ -85,6 +85,10 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
 BERT = {
     "bert": {"sentences": "next"},
     "bert, norms before": {"sentences": "order", "norm_order": "pre"},
+}
+T5 = {
+    "t5": {},
+    "t5, as first published": {"feed_forward": "relu", "encoder_layers": 1},
 }
 PACKED = (None, "packed")
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -105,10 +109,12 @@ def possible(case: Case) -> bool:
     """Leave out settings of an axis that is not there, windows beside blocks, and what is for
     models that predict the next token alone.
     """
-    is_bert = case.get("family") in BERT
-    if is_bert and (case.get("grows") or case.get("documents") not in PACKED):
+    family = case.get("family")
+    masks = family in BERT or family in T5
+    if masks and (case.get("grows") or case.get("documents") not in PACKED):
         return False
-    if case.get("family") == "relative" and case.get("attention", "dense") != "dense":
+    is_dense = family == "relative" or family in T5
+    if is_dense and case.get("attention", "dense") != "dense":
         return False
     tensor, pipeline = case.get("grid", (2, 2))
     schedule, sequence = case.get("schedule", "1f1b"), case.get("sequence", False)
@@ -187,6 +193,8 @@ def of_family(name: str, heads: int) -> dict[str, Any]:
         return {}
     if name in BERT:
         return {"family": "bert", "masked_fraction": 0.3, **BERT[name]}
+    if name in T5:
+        return {"family": "t5", "masked_fraction": 0.3, "span_length": 2.0, **T5[name]}
     if name in ("llama", "fewer keys"):
         share = 2 if name == "llama" else 3
         return {"family": "llama", "kv_heads": heads // share if heads % share == 0 else heads}
@@ -268,7 +276,7 @@ def assert_agrees(found: Record, serial: Serial, world: World, spec: Spec) -> No
     of_gradients = expected.norms[0] / _norm(expected.gradients)
     assert found.norms[0] / _norm(found.gradients) == pytest.approx(of_gradients, rel=1e-6)
     # a padded sequence has a third of the targets to average over, and fewer; so has a masked one
-    tokens = 4 if spec.data.documents == "padded" or spec.model.family == "bert" else 8
+    tokens = 4 if spec.data.documents == "padded" or spec.model.masks else 8
     assert found.validation_losses == pytest.approx(
         expected.validation_losses, rel=one_rounding / tokens
     )

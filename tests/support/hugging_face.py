@@ -35,8 +35,10 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 _LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 _LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 _BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+_T5 = "T5ForConditionalGeneration"
+_T5_11 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
-# name -> model_type, what its configuration has besides the sizes
+# name -> model_type or class, what its configuration has besides the sizes
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
     "Llama 3": ("llama", {"rope_parameters": {"rope_theta": 5e5, **_STRETCHED}}),
@@ -124,18 +126,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT, masked tokens": ("BertForMaskedLM", {"layer_norm_eps": 1e-3}),
     "Megatron's BERT": ("MegatronBertForPreTraining", {}),
     "Megatron's BERT, masked tokens": ("MegatronBertForMaskedLM", {"num_hidden_layers": 1}),
+    "T5 1.0": (_T5, {}),
+    "T5 1.1": (_T5, _T5_11),
+    "T5, a gate by SiLU, one decoder, few distances": (
+        _T5,
+        {
+            "feed_forward_proj": "gated-silu",
+            "num_decoder_layers": 1,
+            "d_kv": 5,
+            "relative_attention_num_buckets": 6,
+            "relative_attention_max_distance": 7,
+            "n_positions": 46,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    "T5, ReLU, apart, one encoder": (
+        _T5,
+        {"num_layers": 1, "num_decoder_layers": 3, "d_kv": 10, "tie_word_embeddings": False},
+    ),
+}
+_T5_SIZES = {
+    "vocab_size": 131,
+    "d_model": 48,
+    "d_kv": 8,
+    "d_ff": 100,
+    "num_layers": 3,
+    "num_heads": 6,
+    "relative_attention_num_buckets": 12,
+    "relative_attention_max_distance": 20,
+    "initializer_factor": 0.5,  # its attention has no scale, and would be sharp
+    "decoder_start_token_id": 0,
 }
 _GPT2_SIZES = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LONGEST}
 
 
 _NO_PADDING = {"pad_token_id": None}  # a lookup's gradient leaves it out
 _MASKED = 5  # targets of a sample
+_STREAMS = 46, 12  # tokens of T5's encoder and decoder in a sample
 
 
 def random_model(name: str) -> Any:
     """Return a model in fp32 whose every weight is random, norms and biases too."""
     kind, keys = MODELS[name]
-    if hasattr(transformers, kind):
+    if kind == _T5:
+        model = _random_t5(keys)
+    elif hasattr(transformers, kind):
         made = getattr(transformers, kind)
         sizes = {key: size for key, size in _SIZES.items() if key != "num_key_value_heads"}
         model = made(made.config_class(**(sizes | _NO_PADDING | keys)))
@@ -152,14 +187,25 @@ def random_model(name: str) -> Any:
     return model.eval()
 
 
+def _random_t5(keys: dict[str, Any]) -> Any:
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**(_T5_SIZES | keys), attn_implementation="eager")
+    )
+    if not keys.get("tie_word_embeddings", True):  # it is always tied when it is made
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
+    return model
+
+
 @functools.cache
 def tokens() -> torch.Tensor:
     return torch.randint(0, 131, (3, 30), generator=torch.Generator().manual_seed(1))
 
 
 def batch_of(theirs: Any) -> MicroBatch:
-    """Return the tokens with targets: the next ones, or those of masked places."""
+    """Return the tokens with targets: the next ones, those of masked places, or a decoder's."""
     text, samples = tokens(), torch.arange(3)
+    if theirs.config.is_encoder_decoder:
+        return _two_streams(theirs, samples)
     if not _masks(theirs):
         return MicroBatch(text[:, :-1], text[:, 1:], samples, 0, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -177,8 +223,23 @@ def batch_of(theirs: Any) -> MicroBatch:
     )
 
 
+def _two_streams(theirs: Any, samples: torch.Tensor) -> MicroBatch:
+    """Return tokens of encoder and decoder; those of the decoder are what they make of targets."""
+    generator = torch.Generator().manual_seed(4)
+    encoder, targets = (
+        torch.randint(2, 131, (3, length), dtype=torch.int64, generator=generator)
+        for length in _STREAMS
+    )
+    decoder = theirs.prepare_decoder_input_ids_from_labels(targets)
+    return MicroBatch(torch.cat([encoder, decoder], 1), targets, samples, 0, seed=1)
+
+
 def outcome(theirs: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return their mean loss, and the logits [samples, targets, vocab]."""
+    if theirs.config.is_encoder_decoder:
+        encoder, decoder = batch.tokens.split(_STREAMS, 1)
+        found = theirs(encoder, decoder_input_ids=decoder, labels=batch.targets)
+        return found.loss, found.logits
     if batch.target_positions is None:
         text = tokens()
         found = theirs(text, labels=text)

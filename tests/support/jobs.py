@@ -24,9 +24,14 @@ from hpczero.spec.schema import (
 MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
 
 BERT: list[dict[str, Any]] = [
-    {"sentences": "next"},
-    {"norm_order": "pre", "sentences": "order", "masked_fraction": 0.4},
-    {"norm_order": "pre"},
+    {"family": "bert", "sentences": "next"},
+    {"family": "bert", "norm_order": "pre", "sentences": "order", "masked_fraction": 0.4},
+    {"family": "bert", "norm_order": "pre"},
+]
+
+T5: list[dict[str, Any]] = [
+    {"family": "t5", "encoder_layers": 3},
+    {"family": "t5", "feed_forward": "relu", "masked_fraction": 0.3, "span_length": 2.0},
 ]
 
 # what replicas exchange, other than plain sums -> tables of the spec
@@ -107,8 +112,8 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
     zero = spec.zero.model_copy(update={"shard_ranks": shards})
     optimizer = Optimizer(name=choice.choice(["adamw", "adamw", "lion", "lamb", "muon"]))
     spec = spec.model_copy(update={"zero": zero, "optimizer": optimizer})
-    if of_bert := choice.choice([None, None, *BERT]):
-        model = spec.model.model_copy(update={"family": "bert", **of_bert})
+    if masks := choice.choice([None, None, None, *BERT, *T5]):
+        model = spec.model.model_copy(update=masks)
         memory = spec.memory.model_copy(update={"loss_chunk": 0})
         spec = spec.model_copy(update={"model": model, "memory": memory})
     assert not contradictions(spec), contradictions(spec)

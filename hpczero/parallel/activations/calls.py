@@ -71,7 +71,7 @@ def calls_of(spec: Spec, chunk: Layers, recipes: Recipes, ways: Ways) -> list[Ca
         if isinstance(layer, Tied):
             continue
         call: Call = module
-        if layer.kind == "blocks":
+        if layer.is_block:
             call = how[choice.recomputed(spec.memory, layer)](module)
             call = bundles.begun_by(call, is_first) if ways.inputs else call
             is_first = False

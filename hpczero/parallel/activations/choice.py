@@ -1,6 +1,6 @@
 """The layers whose activations are not all kept (pure)."""
 
-from hpczero.model.shapes import Layer
+from hpczero.model.shapes import Layer, index_of
 from hpczero.spec.schema import Memory, Spec
 
 # What so many blocks of a chunk keep stays on the device where the others' goes to the host: for
@@ -14,8 +14,7 @@ _PIECES = 8
 
 def recomputed(memory: Memory, layer: Layer) -> str:
     """Return what is computed again in the layer's backward: "none", "selective" or "block"."""
-    kind, _, number = layer.name.partition(".")
-    if kind != "blocks" or int(number) % memory.recompute_every:
+    if not layer.is_block or index_of(layer) % memory.recompute_every:
         return "none"
     return memory.recompute
 

@@ -111,8 +111,11 @@ def handed_on(spec: Spec, tensor_rank: int, seq_len: int) -> tuple[int, int]:
     With sequence parallelism these are the positions of the tensor rank.
     """
     ranks = spec.parallel.tensor if spec.parallel.sequence_parallel else 1
-    rows = shard_range(seq_len, 1, ranks, tensor_rank if ranks > 1 else 0)
-    return rows.stop - rows.start, spec.model.hidden
+    of_streams = [
+        shard_range(length, 1, ranks, tensor_rank if ranks > 1 else 0)
+        for length in spec.model.streams(seq_len)
+    ]
+    return sum(rows.stop - rows.start for rows in of_streams), spec.model.hidden
 
 
 class LayoutCache:

@@ -25,7 +25,7 @@ Legend: whole [samples, seq, hidden], own part [samples, rows, hidden], messages
 [ranks, samples, longest part, hidden].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,7 @@ class Residual:
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.layout: StreamLayout = Replicated(group)
+        self.streams: Sequence[Residual] = ()  # that lie side by side in it, if several do
         self._of_length: dict[int, StreamLayout] = {}
 
     def follow(self, seq_len: int) -> None:

@@ -9,13 +9,14 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.data.dataset import open_source
-from hpczero.data.masking import Masked, Masking, SpecialIds
-from hpczero.data.objective import masking_of
-from hpczero.data.token_source import TokenSource
+from hpczero.data.masked_samples import Masked
+from hpczero.data.masking import Masking, SpecialIds
+from hpczero.data.objective import objective_of
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Source, Spec, Train
 from hpczero.train.batches import Batches
+from tests.support.masked_samples import Texts, samples_of_ranks, texts
 from tests.support.token_files import alone, make
 
 IDS = SpecialIds(1000, 1001, 1002)
@@ -25,28 +26,6 @@ WORDS = np.array([number % 3 > 0 for number in range(1000)])  # a third of the i
 
 def model_of(**keys: Any) -> Model:
     return Model(family="bert", vocab=1003, seq_len=SEQ, **keys)
-
-
-def texts(count: int, length: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 1000, (count, length))
-
-
-class Texts(TokenSource):
-    """Windows of given texts, each of which a sample with its number reads."""
-
-    vocabulary = 1000
-
-    def __init__(self, texts: np.ndarray) -> None:
-        self._texts = texts
-
-    def windows(self, split: str) -> int:
-        return len(self._texts)
-
-    def chosen(self, split: str, seed: int, samples: range) -> list[int]:
-        return [sample % len(self._texts) for sample in samples]
-
-    def fill(self, split: str, window: int, out: np.ndarray) -> None:
-        out[:-1], out[-1] = self._texts[window], 0
 
 
 def masked(samples: range, split: str = "train", seed: int = 7, **keys: Any) -> Masked:
@@ -228,21 +207,10 @@ def test_every_number_of_ranks_reads_the_same(file: Path, sentences: str) -> Non
     spec = spec_of(file, sentences=sentences, data={"whole_words": True})
     source = open_source(spec, alone)
 
-    def rows(ranks: int, read: Any) -> list[tuple[bytes, ...]]:
-        return [
-            tuple(part[at].numpy().tobytes() for part in parts if part is not None)
-            for rank in range(ranks)
-            for batch in read(Batches(spec, source, rank, ranks))
-            for parts in [
-                (batch.tokens, batch.targets, batch.target_positions, batch.weights, batch.labels)
-            ]
-            for at in range(len(batch.samples))
-        ]
-
     for read in (lambda of_rank: of_rank.training(5), lambda of_rank: of_rank.evaluation(1)):
-        alone_ = rows(1, read)
+        alone_ = samples_of_ranks(spec, source, 1, read)
         assert len(set(alone_)) == 11
-        assert all(rows(ranks, read) == alone_ for ranks in (2, 3, 8))
+        assert all(samples_of_ranks(spec, source, ranks, read) == alone_ for ranks in (2, 3, 8))
 
 
 def test_an_evaluation_counts_the_targets_that_there_are(file: Path) -> None:
@@ -293,8 +261,8 @@ def trained_word_pieces(folder: Path) -> Path:
 
 def test_special_ids_are_the_tokenizers_or_those_after_it(file: Path, tmp_path: Path) -> None:
     def ids(spec: Spec) -> SpecialIds:
-        masking = masking_of(spec, open_source(spec, alone))
-        assert masking
+        masking = objective_of(spec, open_source(spec, alone))
+        assert isinstance(masking, Masking)
         return masking.ids
 
     assert ids(spec_of(file)) == SpecialIds(257, 258, 259)

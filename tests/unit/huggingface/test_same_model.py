@@ -2,11 +2,13 @@
 again is its weights to the bit.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hpczero import cli
 from hpczero.checkpoint.load import Checkpoint
@@ -24,11 +26,16 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     theirs = hugging_face.random_model(request.param)
     folder = tmp_path_factory.mktemp("theirs")
     theirs.save_pretrained(folder, max_shard_size="60KB")
-    spec, run_folder = str(folder / "spec.toml"), folder / "adopted"
+    assert imported(folder) == 0
+    return theirs, Folder.read(folder), folder / "adopted"
+
+
+def imported(folder: Path) -> int:
+    """Import a folder's weights into a run below it; return the exit code."""
+    spec = str(folder / "spec.toml")
     assert cli.main(["init", "--from-hf", str(folder), spec]) == 0
-    command = ["ckpt", "import", "--hf", str(folder), "--spec", spec, "-o", str(run_folder)]
-    assert cli.main(command) == 0
-    return theirs, Folder.read(folder), run_folder
+    command = ["ckpt", "import", "--hf", str(folder), "--spec", spec]
+    return cli.main([*command, "-o", str(folder / "adopted")])
 
 
 def weights(run_folder: Path) -> dict[str, torch.Tensor]:
@@ -136,3 +143,42 @@ def test_an_export_that_fails_leaves_nothing_and_one_that_was_killed_goes_on(
     (out / "model.safetensors").unlink()  # as if killed after the configuration
     assert cli.main(command) == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+
+
+@pytest.mark.parametrize("name", ["T5 1.0", "T5 1.1"])
+def test_a_t5_of_older_versions_is_the_same(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file has the embedding three or four times, and a bias of no use."""
+    theirs = hugging_face.random_model(name)
+    new, old = tmp_path / "new", tmp_path / "old"
+    theirs.save_pretrained(new)
+    assert imported(new) == 0
+    old.mkdir()
+    config = json.loads((new / "config.json").read_text())
+    is_tied = config.pop("scale_decoder_outputs")
+    for key in ("is_gated_act", "dense_act_fn", "num_decoder_layers"):
+        del config[key]
+    config |= {"tie_word_embeddings": is_tied, "output_past": True, "n_positions": 512}
+    (old / "config.json").write_text(json.dumps(config))
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    tensors = {name: value.clone() for name, value in theirs.state_dict().items()}
+    tensors[unused] = torch.ones(12, 6, dtype=torch.float32)
+    save_file(tensors, old / "model.safetensors")
+    capsys.readouterr()
+    assert imported(old) == 0
+    assert unused in capsys.readouterr().out
+    found, expected = weights(old / "adopted"), weights(new / "adopted")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_head_of_t5_without_a_weight_is_not_the_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version 5 of transformers ties it, and does not scale its logits."""
+    theirs = hugging_face.random_model("T5 1.1")
+    theirs.lm_head.weight = theirs.shared.weight
+    theirs.save_pretrained(tmp_path)
+    assert imported(tmp_path) == 2
+    assert "lm_head.weight" in capsys.readouterr().err

@@ -8,10 +8,11 @@ import pytest
 import transformers
 
 from hpczero.cli import main
-from hpczero.data.masking import SpecialIds
+from hpczero.data.special_ids import special_ids
 from hpczero.data.token_file import open_token_file
-from hpczero.data.tokenizer import Tokenizer, tokenizer
-from hpczero.huggingface.tokenizer_files import signs_of_bytes
+from hpczero.data.tokenizer import SETTINGS, Tokenizer, from_files, tokenizer
+from hpczero.huggingface.tokenizer_files import as_json, signs_of_bytes, tokenizer_files
+from hpczero.spec.model import Model
 from tests.support.inference import model_of, random_run
 
 SIGNS = ["a", "B", " ", "  ", "\n", "\t", "é", "世", "🙂", "'s", "0", "12", "</s>", "\x00", "\x7f"]
@@ -72,17 +73,96 @@ def test_a_masked_models_tokenizer_marks_texts_as_in_training(kind: str, tmp_pat
     run = random_run(tmp_path, model_of("gpt", family="bert", vocab=300), paths[2])
     assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "--hf"]) == 0
     ours = open_token_file(Path(paths[2])).made_with()
-    ids = SpecialIds.of(ours)
+    ids = special_ids(model_of("gpt", family="bert"), ours)
+    begin, separator = [ids["[CLS]"]], [ids["[SEP]"]]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    found = theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id
-    assert found == (ids.begin, ids.separator, ids.mask)
+    found = [theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id]
+    assert found == list(ids.values())
     first, second = (tokens.tolist() for tokens in ours.encode(["def x", "12"]))
     both = theirs("def x", "12", return_token_type_ids=True)
-    begin, separator = [ids.begin], [ids.separator]
     assert both["input_ids"] == begin + first + separator + second + separator
     assert both["token_type_ids"] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
     assert not (tmp_path / "out" / "generation_config.json").exists()
-    assert theirs.encode("a[MASK]b", add_special_tokens=False)[1] == ids.mask
+    assert theirs.encode("a[MASK]b", add_special_tokens=False)[1] == ids["[MASK]"]
+
+
+def own_tokenizer(kind: str, folder: Path) -> Tokenizer:
+    """Return one of bytes, one of a text, or one with T5's names, as `transformers` writes it."""
+    if kind == "byte":
+        return tokenizer("byte")
+    if kind == "own":
+        (folder / "text.txt").write_text("def number(self):\n    return 'äöü' * 12\n" * 3000)
+        paths = [str(folder / name) for name in ("text.txt", "own.json")]
+        train = ["data", "tokenizer", "train", "-o", paths[1], "--vocabulary", "290", paths[0]]
+        assert main(train) == 0
+        return tokenizer(paths[1])
+    names = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "▁",
+        *"defx12",
+        *map("<extra_id_{}>".format, range(99, -1, -1)),
+    ]
+    made = transformers.T5Tokenizer(vocab=[(name, -2.0) for name in names])
+    made.save_pretrained(folder / "theirs")
+    return tokenizer(str(folder / "theirs"))
+
+
+@pytest.mark.parametrize("kind", ["byte", "own", "t5"])
+def test_a_tokenizer_of_t5_marks_texts_as_in_training(kind: str, tmp_path: Path) -> None:
+    ours = own_tokenizer(kind, tmp_path)
+    model = Model(family="t5", seq_len=626, vocab=500)
+    ids = special_ids(model, ours)
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')  # as an exported model has
+    files = tokenizer_files(ours, model)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (ids["<pad>"], ids["</s>"])
+    assert {name: theirs.convert_tokens_to_ids(name) for name in ids} == ids
+    sentinels = [f"<extra_id_{number}>" for number in range(100)]
+    assert sorted(theirs.extra_special_tokens) == sorted(sentinels)
+    first, second = (tokens.tolist() for tokens in ours.encode(["def x", "12"]))
+    end = [ids["</s>"]]
+    assert theirs("def x").input_ids == first + end
+    both = theirs("def x", "12", return_token_type_ids=True)
+    assert both.input_ids == first + end + second + end
+    assert not any(both.token_type_ids)
+    between = [ids["<extra_id_27>"]]
+    assert theirs("def x<extra_id_27>12").input_ids == first + between + second + end
+    assert theirs.decode([*between, *second, *end], skip_special_tokens=True).strip() == "12"
+    # what is exported says again all that it said
+    again = tokenizer(str(tmp_path))
+    assert again.end_of_document == ids["</s>"]
+    assert special_ids(model, again) == {name: ids[name] for name in special_ids(model, again)}
+    assert tokenizer_files(again, model) == files
+    if kind == "t5":
+        assert all(json.loads(files[name]) == json.loads(ours.files[name]) for name in files)
+
+
+@pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
+def test_special_tokens_of_settings_stay(key: str, tmp_path: Path) -> None:
+    files = tokenizer_files(tokenizer("byte"), Model(family="gpt"))
+    settings = json.loads(files[SETTINGS]) | {key: ["<|endoftext|>"]}
+    ours = from_files(files | {SETTINGS: as_json(settings)})
+    for name, content in tokenizer_files(ours, Model(family="t5", vocab=400)).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs.extra_special_tokens) == 101
+    assert {"<|endoftext|>", "<extra_id_0>", "<extra_id_99>"} <= {*theirs.extra_special_tokens}
+    assert (theirs.eos_token_id, theirs.convert_tokens_to_ids("<|endoftext|>")) == (258, 256)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = random_run(tmp_path, model_of("gpt", family="bert", vocab=259), "synthetic")
+    command = ["ckpt", "export", str(run), str(tmp_path / "out"), "--hf", "--tokenizer", "byte"]
+    assert main(command) == 2
+    assert "would be [257, 258, 259] after the tokenizer's own, and the model has 259" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_tokenizer_with_other_special_ids_is_not_exported(

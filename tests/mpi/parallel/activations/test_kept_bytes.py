@@ -29,6 +29,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "torch": {"family": "llama", "kernels": "torch", "norm_offset": True},
     "bert": {"family": "bert", "dropout": 0.1},
     "bert, norms before": {"family": "bert", "norm_order": "pre"},
+    "t5": {"family": "t5", "dropout": 0.1},
+    "t5's encoder": {"family": "t5", "encoder_layers": 1},
+    "t5 as first published": {"family": "t5", "feed_forward": "relu", "kernels": "torch"},
+    "t5's encoder, torch": {"family": "t5", "encoder_layers": 1, "kernels": "torch"},
 }
 SAMPLES = 2
 
@@ -55,7 +59,11 @@ def specs(world: World, family: str) -> Iterator[Spec]:
 
 
 def with_layers(spec: Spec, count: int) -> Spec:
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"layers": count})})
+    """Of a model whose encoder is said to be one block, it is all but one."""
+    layers = {"layers": count}
+    if spec.model.encoder_layers:
+        layers["encoder_layers"] = count - 1
+    return spec.model_copy(update={"model": spec.model.model_copy(update=layers)})
 
 
 def kept(world: World, spec: Spec) -> int:

@@ -73,6 +73,8 @@ def test_parameters_are_cut_as_the_plan_uses_them(model):
         elif entry is VocabularyLookup:
             assert parameter.split == (0 if name == "tokens" else None), parameter.name
             assert parameter.grain == 1
+        elif module == "positions":  # biases of the heads
+            assert (parameter.split, parameter.grain) == (1, 1)
         else:
             assert entry is not None or module in ALIKE, f"{module} is not in the plan"
             assert parameter.split is None, parameter.name

@@ -1,0 +1,53 @@
+"""Ids of the tokens that samples have beside text: those of a tokenizer, or the next after it."""
+
+from hpczero.data.tokenizer import Tokenizer
+from hpczero.errors import InputError
+from hpczero.spec.data import SPECIAL_TOKENS
+from hpczero.spec.model import Model
+
+_FEWEST_SENTINELS = 100  # as many as T5 has
+
+
+def special_ids(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the special tokens of a model's samples, each with its id, for training and export.
+
+    Those that the tokenizer lacks have the next ids after its vocabulary, in the dictionary's
+    order. InputError: its sentinels cannot be those of the model's samples.
+    """
+    begin, end, last = SPECIAL_TOKENS[model.family]
+    names = [begin, end, last]
+    if model.family == "t5":
+        needed = model.spans(model.seq_len).spans
+        count = needed if knows(tokenizer, last) else max(needed, _FEWEST_SENTINELS)
+        names[2:] = [_sentinel(number) for number in reversed(range(count))]
+    ids, after = dict[str, int](), tokenizer.vocabulary
+    for name in names:
+        known = tokenizer.token_to_id(name)
+        ids[name] = after if known is None else known
+        after += known is None
+    if model.family == "t5":
+        _refuse_gaps(model, tokenizer, ids)
+    return ids
+
+
+def knows(tokenizer: Tokenizer, name: str) -> bool:
+    return tokenizer.token_to_id(name) is not None
+
+
+def _sentinel(number: int) -> str:
+    return f"<extra_id_{number}>"
+
+
+def _refuse_gaps(model: Model, tokenizer: Tokenizer, ids: dict[str, int]) -> None:
+    """Raise InputError unless the ids of sentinels go down one by one."""
+    first, spans = ids[_sentinel(0)], model.spans(model.seq_len).spans
+    for number in range(spans):
+        name = _sentinel(number)
+        if ids[name] != first - number:
+            has = f"has the id {ids[name]} for" if knows(tokenizer, name) else "has no"
+            raise InputError(
+                f"a sample of model.seq_len = {model.seq_len} has {spans} spans, whose sentinels' "
+                f"ids go down from {_sentinel(0)} = {first}: {name} would be {first - number}, and "
+                f"the tokenizer {has} {name}: take a longer model.span_length or a shorter "
+                "model.seq_len, or say other ids by data.special_ids"
+            )

@@ -1,0 +1,56 @@
+"""Lengths of T5's samples: text of which spans are taken out (Raffel et al. 2020; pure).
+
+    text      one two three four five six seven
+    encoder   one two <0> five six <1> </s>
+    decoder   <0> three four <1> seven </s>          its input is the same, begun by <pad>
+
+A sample has the encoder's and the decoder's tokens, side by side.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class SpanLengths(NamedTuple):
+    text: int  # tokens
+    masked: int  # of them
+    spans: int  # that the masked ones form
+
+    @property
+    def encoder(self) -> int:
+        """Tokens of the encoder: text, a sentinel for each span, the end."""
+        return self.text - self.masked + self.spans + 1
+
+    @property
+    def decoder(self) -> int:
+        """Tokens of the decoder: a sentinel before each span, the end."""
+        return self.masked + self.spans + 1
+
+    @property
+    def sample(self) -> int:
+        return self.encoder + self.decoder
+
+
+SHORTEST = 6  # of two tokens of text, one of them masked
+
+
+def lengths_of(text: int, fraction: float, span: float) -> SpanLengths:
+    """Return the lengths of a sample of so much text, as T5's own data has them."""
+    masked = min(max(1, round(text * fraction)), text - 1)
+    return SpanLengths(text, masked, min(max(1, round(masked / span)), masked, text - masked))
+
+
+@lru_cache(maxsize=4096)
+def lengths_within(sample: int, fraction: float, span: float) -> SpanLengths:
+    """Return the lengths of the longest sample that is not longer than `sample` tokens.
+
+    They are those of the shortest text where `sample` is too short for any.
+    """
+    low, high = 2, max(3, sample)  # a longer text never makes a shorter sample
+    while high - low > 1:
+        middle = (low + high) // 2
+        if lengths_of(middle, fraction, span).sample <= sample:
+            low = middle
+        else:
+            high = middle
+    return lengths_of(low, fraction, span)
