@@ -121,8 +121,7 @@ _NORMS_FIRST = [
 ]
 
 
-# The encoder and the decoder of T5 number the parts of a block: attention, the decoder's attention to
-# the encoder, feed-forward.
+# Blocks of T5 number their parts: attention, that of the decoder to the encoder, feed-forward.
 _T5_ENDS = [
     Row(("embedding.lookup.tokens",), ("shared.weight",)),
     *(
@@ -145,9 +144,7 @@ _T5_ATTENTION = [
 _T5_CROSS_ATTENTION = [
     *_of_modules("cross.norm", "layer.1.layer_norm", "weight"),
     *_of_modules("cross.query", "layer.1.EncDecAttention.q", "weight"),
-    *_of_modules(
-        "cross.memory", "layer.1.EncDecAttention.k+layer.1.EncDecAttention.v", "weight"
-    ),
+    *_of_modules("cross.memory", "layer.1.EncDecAttention.k+layer.1.EncDecAttention.v", "weight"),
     *_of_modules("cross.output", "layer.1.EncDecAttention.o", "weight"),
 ]
 

@@ -95,7 +95,9 @@ def costs_of_blocks(model: Model, seq: int) -> list[float]:
 
 
 def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
-    return of_layers(model, tokens, element, part, {"blocks": bytes_of_block(model, element, part, 2)})
+    return of_layers(
+        model, tokens, element, part, {"blocks": bytes_of_block(model, element, part, 2)}
+    )
 
 
 def bytes_of_block(model: Model, element: int, part: ChunkLayout, made_again: int) -> BlockBytes:

@@ -51,9 +51,10 @@ class BlockBytes:
     product: float  # of the largest gradient of a weight
 
 
-def _kept_by_blocks(
-    part: ChunkLayout, tokens: int, stream: float, of_blocks: Mapping[str, BlockBytes]
-) -> float:
+OfBlocks = Mapping[str, BlockBytes]  # by the kind of layer
+
+
+def _kept_by_blocks(part: ChunkLayout, tokens: int, stream: float, of_blocks: OfBlocks) -> float:
     """Return the bytes that a chunk's blocks keep on their device."""
     kept = 0.0
     for kind, block in of_blocks.items():
@@ -66,9 +67,7 @@ def _kept_by_blocks(
     return kept * part.blocks_here / part.blocks
 
 
-def _made_again(
-    part: ChunkLayout, tokens: int, stream: float, of_blocks: Mapping[str, BlockBytes]
-) -> float:
+def _made_again(part: ChunkLayout, tokens: int, stream: float, of_blocks: OfBlocks) -> float:
     """Return the bytes that the widest block makes again in its backward."""
     whole = [block.kept for kind, block in of_blocks.items() if part.recomputed[kind, "block"]]
     if whole:
@@ -78,11 +77,7 @@ def _made_again(
 
 
 def of_layers(
-    model: Model,
-    tokens: int,
-    element: int,
-    part: ChunkLayout,
-    of_blocks: Mapping[str, BlockBytes],
+    model: Model, tokens: int, element: int, part: ChunkLayout, of_blocks: OfBlocks
 ) -> Moments:
     """Count the activations of an embedding, blocks of some kinds and a head, in one chunk.
 

@@ -137,7 +137,7 @@ class FeedForward(Sublayer):
     def __init__(self, model: Model, site: str) -> None:
         super().__init__(model)
         operations = OPERATIONS[model.kernels]
-        gate, _, self.gate = model.feed_forward.partition("-")
+        self.gate = model.feed_forward.partition("-")[2]
         wide = shapes.ffn(model)
         self.norm = Norm(model, model.hidden)
         self.up = (

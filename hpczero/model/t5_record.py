@@ -105,7 +105,9 @@ def _output(name: str, model: Model) -> Parameter:
     grain = head_dim(model)
     inner = model.heads * grain
     of_output = Initial("normal", inner**-0.5)
-    return Parameter(f"{name}.output.weight", (model.hidden, inner), of_output, split=1, grain=grain)
+    return Parameter(
+        f"{name}.output.weight", (model.hidden, inner), of_output, split=1, grain=grain
+    )
 
 
 def _feed_forward(name: str, model: Model) -> tuple[Parameter, ...]:

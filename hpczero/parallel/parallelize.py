@@ -56,8 +56,8 @@ from hpczero.parallel.tensor.linear import (
     Residual,
     RowLinear,
 )
-from hpczero.parallel.tensor.streams import ResidualOfStreams, StreamsOfRows
 from hpczero.parallel.tensor.serial_check import SerialCheck
+from hpczero.parallel.tensor.streams import ResidualOfStreams, StreamsOfRows
 from hpczero.parallel.tensor.user_plan import Cuts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
@@ -243,9 +243,7 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     pipeline = context.group_if_cut("pipeline")
     residual = None
     if tensor:
-        residual = ResidualOfStreams(
-            tensor, spec.parallel.sequence_parallel, spec.model.streams
-        )
+        residual = ResidualOfStreams(tensor, spec.parallel.sequence_parallel, spec.model.streams)
         apply_plan(layers, families.family(spec.model), residual)
     _cut_loss(module.head, spec, residual)
     described = [layer for _, layer in layers]

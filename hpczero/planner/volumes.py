@@ -39,7 +39,7 @@ world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to s
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, permutations
+from itertools import groupby, permutations, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -262,40 +262,25 @@ class Volumes:
         # the last block of a kind may have a norm more than the others
         alike = Counter((layer.kind, len(layer.parameters)) for layer in running)
         examples = {(layer.kind, len(layer.parameters)): layer for layer in running}
-        kinds, plans = Counter(layer.kind for layer in running), family(model)
-        again = Counter(
-            layer.kind for layer in running if recomputed(self.spec.memory, layer) == "block"
-        )
+        plans, has_head = family(model), any(layer.kind == "head" for layer in running)
         for key, count in alike.items():
             by = *key, ranks
             for size in self._once(sizes_summed, by, examples[key], plans.tensor_plan, ranks):
                 yield "all_reduce", 2 * size * self._width, count * times
-        of_position = samples * model.hidden * self._width
-        for stream, length in enumerate(model.streams(self.spec.seq_len)):
-            forward, backward = (
-                sum(plans.tensor_sums[kind][column].count(stream) * count for kind, count in of)
-                * times
-                for column, of in enumerate(((kinds + again).items(), kinds.items()))
-            )
-            if not self.spec.parallel.sequence_parallel:
-                yield "all_reduce", 2 * length * of_position, forward + backward
-                continue
-            padded = -(-length // ranks) * ranks * of_position
-            yield "reduce_scatter", padded, forward + backward
-            ahead = times if "head" in kinds and chunk else 0  # its forward's
-            yield "all_gather", padded, forward + 2 * backward - ahead
+        yield from self._sums(running, samples, times)
         if self.spec.parallel.sequence_parallel:
             for key, count in alike.items():
                 by, of = (*key, ranks), (examples[key], plans.sequence_plan, NORM_OF_ROWS)
                 for size in self._once(sizes_with_role, by, *of):
                     yield "all_reduce", 2 * size * self._width, count * times
-            if "head" in kinds and plans.picked:
+            if has_head and plans.picked:
                 picked = samples * plans.picked(model, self.spec.seq_len)
                 yield "all_reduce", 2 * picked * model.hidden * self._width, times
         else:
-            blocks = again.total() * times * self.spec.memory.partition_activations
-            yield "all_gather", tokens * model.hidden * self._width, blocks
-        if "head" in kinds:
+            blocks = sum(recomputed(self.spec.memory, layer) == "block" for layer in running)
+            cut = blocks * times * self.spec.memory.partition_activations
+            yield "all_gather", tokens * model.hidden * self._width, cut
+        if has_head:
             targets = samples * model.target_count(self.spec.seq_len)
             if plans.picked:  # the gradient of what the logits are made from
                 yield "all_reduce", 2 * targets * model.hidden * self._width, times
@@ -303,6 +288,34 @@ class Volumes:
             for rows, count in ((piece, targets // piece), (targets % piece, 1)):
                 for numbers in _LOSS:
                     yield "all_reduce", 2 * numbers * 4 * rows, times * count
+
+    def _sums(
+        self, running: Sequence[Layer], samples: int, times: int
+    ) -> Iterator[tuple[str, int, int]]:
+        """Yield the messages of activations that tensor ranks sum, and gather, in these layers."""
+        model, ranks = self.spec.model, self.spec.parallel.tensor
+        kinds = Counter(layer.kind for layer in running)
+        again = Counter(
+            layer.kind for layer in running if recomputed(self.spec.memory, layer) == "block"
+        )
+        tensor_sums = family(model).tensor_sums
+        of_position = samples * model.hidden * self._width
+        chunk = loss_rows(self.spec.memory, samples * self.spec.seq_len)
+        for stream, length in enumerate(model.streams(self.spec.seq_len)):
+            # sums in forward and in backward, and of the forwards that backward repeats
+            forward, backward, *repeated = (
+                sum(tensor_sums[kind][column].count(stream) * count for kind, count in of.items())
+                * times
+                for of, column in product((kinds, again), range(2))
+            )
+            if not self.spec.parallel.sequence_parallel:
+                yield "all_reduce", 2 * length * of_position, forward + backward + repeated[0]
+                continue
+            padded = -(-length // ranks) * ranks * of_position
+            yield "reduce_scatter", padded, forward + backward + repeated[0]
+            ahead = times if kinds["head"] and chunk else 0  # its forward's
+            # what is summed in one direction is gathered in the other, for weights once more
+            yield "all_gather", padded, forward + 2 * backward + repeated[1] - ahead
 
     def of_pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int], shards: int
