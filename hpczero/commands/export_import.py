@@ -89,7 +89,16 @@ def _new_folder(checkpoint: Checkpoint, options: Namespace) -> NewFolder:
             raise
         print(f"WARN no tokenizer is exported: {error}")
         tokenizer = None
-    return NewFolder.of(model, options.architecture, options.dtype, tokenizer)
+    said = _said_ids(checkpoint)
+    return NewFolder.of(model, options.architecture, options.dtype, tokenizer, said)
+
+
+def _said_ids(checkpoint: Checkpoint) -> list[int]:
+    """Return data.special_ids of the run; none if they are the tokenizer's."""
+    data = checkpoint.content.spec.get("data")
+    said = data.get("special_ids") if isinstance(data, dict) else None
+    is_known = isinstance(said, list | tuple) and all(isinstance(one, int) for one in said)
+    return list(said) if said and is_known else []
 
 
 def _refuse_other_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
@@ -98,9 +107,8 @@ def _refuse_other_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> N
     ids = special_ids(model, tokenizer)
     marks = SPECIAL_TOKENS[model.family]
     names, own = join_words(list(marks)), [ids[name] for name in marks]
-    data = checkpoint.content.spec.get("data")
-    said = data.get("special_ids") if isinstance(data, dict) else None
-    if said and list(said) != own:
+    said = _said_ids(checkpoint)
+    if said and said != own:
         raise InputError(
             f"the run's ids of {names} are {said} (data.special_ids), and those of "
             f"the tokenizer are {own}: name one with --tokenizer that has them"

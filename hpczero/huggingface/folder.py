@@ -2,16 +2,17 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hpczero.checkpoint.import_safetensors import SourceTensor, tensors_of
 from hpczero.checkpoint.safetensors import INDEX_NAME, WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.views import View
+from hpczero.data.special_ids import special_ids
 from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
 from hpczero.huggingface.architectures import (
@@ -25,6 +26,7 @@ from hpczero.huggingface.config import Config
 from hpczero.huggingface.tensor_names import NAMES, views
 from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
 from hpczero.safe_files import read_small, remove, written_durably
+from hpczero.spec.data import SPECIAL_TOKENS
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Model, Spec
 from hpczero.text import join_words, printable, toml_repr
@@ -140,16 +142,24 @@ class NewFolder:
     model: Model
     dtype: str  # of the weights: fp32, bf16 or fp16
     tokenizer: Tokenizer | None
+    special_ids: Sequence[int]  # of the family's `SPECIAL_TOKENS`, where the run says them
 
     @classmethod
-    def of(cls, model: Model, wanted: str | None, dtype: str, tokenizer: Tokenizer | None) -> Self:
+    def of(
+        cls,
+        model: Model,
+        wanted: str | None,
+        dtype: str,
+        tokenizer: Tokenizer | None,
+        special_ids: Sequence[int] = (),
+    ) -> Self:
         """InputError: no architecture, or not the one that is wanted, is the model."""
         if wanted and wanted not in ARCHITECTURES:
             raise InputError(
                 f"--architecture {printable(wanted, 60)}: hpczero has "
                 f"{join_words(list(ARCHITECTURES))}"
             )
-        return cls(architecture_for(model, wanted), model, dtype, tokenizer)
+        return cls(architecture_for(model, wanted), model, dtype, tokenizer, special_ids)
 
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
@@ -178,8 +188,8 @@ class NewFolder:
             raise
 
     def _content(self) -> dict[str, bytes]:
-        config = self.architecture.to_config(self.model)
-        config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        config |= self.architecture.to_config(self.model) | self._ids_of_decoder()
         config |= {"torch_dtype": _DTYPES[self.dtype]}
         if self.tokenizer is None:
             return {CONFIG: as_json(config)}
@@ -188,3 +198,15 @@ class NewFolder:
         if self.model.masks:  # it writes no text
             return files | {CONFIG: as_json(config)}
         return files | {CONFIG: as_json(config | end), _GENERATION: as_json(end)}
+
+    def _ids_of_decoder(self) -> dict[str, Any]:
+        """Return the ids with which T5's decoder begins and ends, where they are known."""
+        ids = self.special_ids
+        if self.model.family == "t5" and self.tokenizer:
+            known = special_ids(self.model, self.tokenizer)
+            ids = [known[name] for name in SPECIAL_TOKENS["t5"]]
+        if self.model.family != "t5" or not ids:
+            return {}
+        begin, end, _ = ids
+        names = "decoder_start_token_id", "pad_token_id", "eos_token_id"
+        return dict(zip(names, (begin, begin, end), strict=True))

@@ -48,6 +48,7 @@ def run(folder: Path, ranks: int, name: str, *settings: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RATES)
+@pytest.mark.few(1)
 def test_the_steps_after_a_resume_are_those_without_one(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     optimizer = (f"optimizer.name={name}", f"optimizer.lr={RATES[name]}")
@@ -71,6 +72,7 @@ def test_the_steps_after_a_resume_are_those_without_one(name: str, tmp_path: Pat
         ("lion", "lamb", False),
     ],
 )
+@pytest.mark.few(2)
 def test_states_of_another_optimizer_are_refused_but_for_those_alike(
     before: str, after: str, goes_on: bool, tmp_path: Path
 ) -> None:

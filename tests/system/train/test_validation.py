@@ -238,9 +238,12 @@ def test_documents_count_alone_at_another_length_and_layout(
 
     for name in ("text.h5", "spec.toml"):
         shutil.copy(folder / name, tmp_path)
-    begun = launch(hpczero("run", "spec.toml", "--set", "train.steps=4"), 120, tmp_path)
+    larger = ["train.global_batch=48", "train.micro_batch=24"]  # fewer of them in an evaluation
+    begins = [word for change in ("train.steps=4", *larger) for word in ("--set", change)]
+    begun = launch(hpczero("run", "spec.toml", *begins), 120, tmp_path)
     assert begun.code == 0, begun
     changes = [
+        *larger,
         f"data.documents={kind}",
         "data.seq_len=11",
         "train.steps=8",
@@ -262,7 +265,7 @@ def test_documents_count_alone_at_another_length_and_layout(
     assert summary["validation_tokens"] == summary["validation_tokens_of_split"] == targets
     assert summary["validation_loss"] == pytest.approx(sum(of_pieces) / targets, abs=1e-4)
     last = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert 0 < json.loads(last)["targets"] <= BATCH * 11
+    assert 0 < json.loads(last)["targets"] <= 48 * 11
 
 
 def test_an_evaluation_of_the_checkpoint_says_the_same(
