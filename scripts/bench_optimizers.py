@@ -70,10 +70,11 @@ def contenders(what: str, small: int, steps: int) -> list[Contender]:
 
 
 class Trials:
-    """Runs in a folder, some at once; what has run is not run again."""
+    """Runs in a folder, some at once; what has run is not run again. `finely`: in many points."""
 
-    def __init__(self, folder: Path, at_once: int) -> None:
+    def __init__(self, folder: Path, at_once: int, finely: bool) -> None:
         self._folder = folder
+        self._finely = finely
         self._pool = ThreadPoolExecutor(at_once)
         (folder / "spec.toml").exists() or safe_files.write_text(folder / "spec.toml", _SPEC)
 
@@ -89,8 +90,8 @@ class Trials:
             "train.steps": contender.steps,
             "train.global_batch": contender.batch,
             "train.micro_batch": min(16, contender.batch),
-            "train.eval_every": max(1, contender.steps // 60),
-            "train.eval_batches": max(1, 512 // contender.batch),
+            "train.eval_every": max(1, contender.steps // (40 if self._finely else 8)),
+            "train.eval_batches": max(1, 384 // contender.batch),
             "schedule.warmup_steps": max(1, contender.steps // 10),
             "optimizer.name": json.dumps(contender.optimizer),
             "optimizer.lr": rate,
@@ -148,7 +149,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["lamb", "muon"])
-    parser.add_argument("--batch", type=int, default=16, help="the small one, in sequences")
+    parser.add_argument("--batch", type=int, default=8, help="the small one, in sequences")
     parser.add_argument("--steps", type=int, default=800, help="with the small batch")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=len(os.sched_getaffinity(0)))
@@ -157,7 +158,7 @@ def main() -> None:
     folder = options.folder or safe_files.temporary_folder(Path("/tmp"), "hpczero-bench-")
     safe_files.make_folders(folder)
     try:
-        bench(options, Trials(folder, options.at_once))
+        bench(options, Trials(folder, options.at_once, finely=options.what == "muon"))
     finally:
         if not options.folder:
             safe_files.remove_tree(folder)

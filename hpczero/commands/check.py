@@ -247,7 +247,7 @@ def _job_in_lines(spec: Spec, supply: list[str]) -> list[str]:
         per_parameter = f", {ratio} for each parameter" if parameters else ""
     width = f" of {model.head_dim}" if model.head_dim else ""
     in_blocks, streams = _attention(spec), ""
-    if model.encoders:
+    if len(model.streams(model.seq_len)) > 1:
         of_encoder, of_decoder = model.streams(model.seq_len)
         streams = f" ({of_encoder} of the encoder, {of_decoder} of the decoder)"
     lengths = [f"{length:,} from step {step:,} on" for step, length in spec.schedule.seq_len]

@@ -83,7 +83,7 @@ def _new_folder(checkpoint: Checkpoint, options: Namespace) -> NewFolder:
     try:
         tokenizer = tokenizer_of_run(checkpoint, options.tokenizer)
         if model.masks:
-            _refuse_other_special_ids(checkpoint, tokenizer)
+            _refuse_unfit_special_ids(checkpoint, tokenizer)
     except InputError as error:
         if options.tokenizer:
             raise
@@ -97,11 +97,11 @@ def _said_ids(checkpoint: Checkpoint) -> list[int]:
     """Return data.special_ids of the run; none if they are the tokenizer's."""
     data = checkpoint.content.spec.get("data")
     said = data.get("special_ids") if isinstance(data, dict) else None
-    is_known = isinstance(said, list | tuple) and all(isinstance(one, int) for one in said)
-    return list(said) if said and is_known else []
+    are_ids = isinstance(said, list | tuple) and all(isinstance(one, int) for one in said)
+    return list(said) if said and are_ids else []
 
 
-def _refuse_other_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+def _refuse_unfit_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     """Raise InputError if an exported tokenizer would not mark texts as the run did."""
     model = checkpoint.model()
     ids = special_ids(model, tokenizer)

@@ -18,6 +18,7 @@ def special_ids(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     names = [begin, end, last]
     if model.family == "t5":
         needed = model.spans(model.seq_len).spans
+        # a tokenizer without any gets T5's hundred, so that ids do not depend on seq_len
         count = needed if knows(tokenizer, last) else max(needed, _FEWEST_SENTINELS)
         names[2:] = [_sentinel(number) for number in reversed(range(count))]
     ids, after = dict[str, int](), tokenizer.vocabulary

@@ -105,7 +105,7 @@ def _resolved(model: Model) -> dict[str, Any]:
         found["window_pattern"] = 0
     for key in keys_without_effect(model):
         found[key] = None
-    found["encoder_layers"] = model.encoders
+    found["encoder_layers"] = model.encoder_blocks
     if model.family in ("llama", "t5"):
         del found["seq_len"]
     found["sentences"] = "none" if model.sentences == "none" else "next"  # the same head

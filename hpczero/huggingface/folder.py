@@ -72,9 +72,8 @@ class Folder:
         found = tensors_of(files)
         wanted = {view.name for view in self.views()}
         names = NAMES[self.architecture.weights]
-        prefix = names.prefix.partition(".")[0] + "."
-        if not any(name.startswith(prefix) for name in found):  # of a model without its head
-            found = {name if name == _HEAD else prefix + name: t for name, t in found.items()}
+        if not any(name.startswith(names.outer) for name in found):  # of a model without its head
+            found = {name if name == _HEAD else names.outer + name: t for name, t in found.items()}
         for old, new in names.older.items():
             renamed = {_with_ending(name, old, new): tensor for name, tensor in found.items()}
             if len(renamed) < len(found):
@@ -142,7 +141,7 @@ class NewFolder:
     model: Model
     dtype: str  # of the weights: fp32, bf16 or fp16
     tokenizer: Tokenizer | None
-    special_ids: Sequence[int]  # of the family's `SPECIAL_TOKENS`, where the run says them
+    said_ids: Sequence[int]  # of the family's `SPECIAL_TOKENS`, where the run says them
 
     @classmethod
     def of(
@@ -151,7 +150,7 @@ class NewFolder:
         wanted: str | None,
         dtype: str,
         tokenizer: Tokenizer | None,
-        special_ids: Sequence[int] = (),
+        said_ids: Sequence[int] = (),
     ) -> Self:
         """InputError: no architecture, or not the one that is wanted, is the model."""
         if wanted and wanted not in ARCHITECTURES:
@@ -159,7 +158,7 @@ class NewFolder:
                 f"--architecture {printable(wanted, 60)}: hpczero has "
                 f"{join_words(list(ARCHITECTURES))}"
             )
-        return cls(architecture_for(model, wanted), model, dtype, tokenizer, special_ids)
+        return cls(architecture_for(model, wanted), model, dtype, tokenizer, said_ids)
 
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
@@ -201,7 +200,7 @@ class NewFolder:
 
     def _ids_of_decoder(self) -> dict[str, Any]:
         """Return the ids with which T5's decoder begins and ends, where they are known."""
-        ids = self.special_ids
+        ids = self.said_ids
         if self.model.family == "t5" and self.tokenizer:
             known = special_ids(self.model, self.tokenizer)
             ids = [known[name] for name in SPECIAL_TOKENS["t5"]]

@@ -26,7 +26,7 @@ class _Stacks:
         return count
 
     def write(self, model: Model) -> dict[str, Any]:
-        return {"num_layers": model.encoders, "num_decoder_layers": model.decoders}
+        return {"num_layers": model.encoder_blocks, "num_decoder_layers": model.decoder_blocks}
 
 
 _FEED_FORWARDS = {  # is it gated, by which function
@@ -48,7 +48,7 @@ class _FeedForward:
         gate, _, function = str(said).rpartition("-")
         function = config.take("dense_act_fn", "gelu_new" if said == "gated-gelu" else function)
         is_gated = config.take("is_gated_act", gate == "gated")
-        for known, ours in _FEED_FORWARDS.items():
+        for known, ours in _FEED_FORWARDS.items():  # a stranger's values may not be hashable
             if known == (is_gated, function) and gate in ("", "gated"):
                 return {"feed_forward": ours}
         name = next(key for key in self._KEYS if config.take(key) is not None)
@@ -94,6 +94,7 @@ class _Sample:
         return {"seq_len": lengths_of(texts[max(0, fitting - 1)], *kind).sample}
 
     def write(self, model: Model) -> dict[str, Any]:
+        """Return T5's own ids, which are the run's if it has others (`NewFolder`)."""
         return {
             "n_positions": model.streams(model.seq_len)[0],
             "is_encoder_decoder": True,

@@ -175,16 +175,13 @@ class Names:
     ends: Sequence[Row]  # outside blocks, by their whole names
     blocks: Sequence[Blocks]
     unused: tuple[str, ...]  # endings of tensors that older files have and no model needs
+    outer: str  # how names begin, but not in files of a model without its head
     older: Mapping[str, str] = field(default_factory=dict)  # endings of names as they were
-
-    @property
-    def prefix(self) -> str:
-        """That of a block; without its first word the files of a bare model have it."""
-        return self.blocks[0].prefix
 
 
 def _llama(*rows: Row) -> Names:
-    return Names(_ENDS, [Blocks("blocks", "model.layers.{}.", rows)], (".rotary_emb.inv_freq",))
+    unused = (".rotary_emb.inv_freq",)
+    return Names(_ENDS, [Blocks("blocks", "model.layers.{}.", rows)], unused, "model.")
 
 
 _UNUSED_BY_BERT = (
@@ -207,17 +204,20 @@ NAMES = {
         _GPT2_ENDS,
         [Blocks("blocks", "transformer.h.{}.", _GPT2_BLOCK)],
         (".attn.bias", ".attn.masked_bias"),
+        "transformer.",
     ),
     "bert": Names(
         _BERT_ENDS,
         [Blocks("blocks", "bert.encoder.layer.{}.", [*_BERT_BLOCK, *_NORMS_LAST])],
         _UNUSED_BY_BERT,
+        "bert.",
         _OF_TENSORFLOW,
     ),
     "megatron-bert": Names(
         _BERT_ENDS,
         [Blocks("blocks", "bert.encoder.layer.{}.", [*_BERT_BLOCK, *_NORMS_FIRST])],
         _UNUSED_BY_BERT,
+        "bert.",
     ),
     "t5": Names(
         _T5_ENDS,
@@ -235,6 +235,7 @@ NAMES = {
             ),
         ],
         _UNUSED_BY_T5,
+        "",
     ),
 }
 

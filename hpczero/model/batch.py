@@ -25,6 +25,9 @@ class MicroBatch:
     Where tokens are masked, the targets [samples, targets] are those at the `target_positions` of
     the same shape; one that is not used has weight 0. `segments` [samples, seq] are 1 at the tokens
     of a second sentence; `labels` [samples]: 1 where the two do not follow one another.
+
+    T5: the tokens are the encoder's, then those that the decoder reads; the targets [samples,
+    decoder's positions] are what it predicts, without `target_positions`.
     """
 
     tokens: torch.Tensor

@@ -17,7 +17,7 @@ from hpczero.model.layer_work import of_embedding, of_logits
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, of_layers
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
-    SUMS,
+    SUMS_OF_ONE_STREAM,
     ZEROS,
     ChunkLayout,
     Family,
@@ -136,7 +136,7 @@ BERT = Family(
     operations=_operations,
     activations=_activations,
     work=_work,
-    tensor_sums=SUMS | {"head": ((), ())},
+    tensor_sums=SUMS_OF_ONE_STREAM | {"head": ((), ())},
     tensor_plan=dict(GPT.tensor_plan) | {"head.logits": "column of whole"},
     sequence_plan={
         "embedding.norm": NORM_OF_ROWS,

@@ -13,8 +13,8 @@ from hpczero.spec.schema import Model
 # device -> operations whose kernels change the memory that activations take there
 # (`ChunkLayout.kernels`)
 KERNELS_THAT_CHANGE_MEMORY = {
-    "cpu": frozenset({"glu", "rms_norm"}),
-    "cuda": frozenset({"cross_entropy", "glu", "rms_norm"}),
+    "cpu": frozenset({"glu", "relative_attention", "rms_norm"}),
+    "cuda": frozenset({"cross_entropy", "glu", "relative_attention", "rms_norm"}),
 }
 
 FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5": T5}

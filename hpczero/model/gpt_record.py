@@ -8,7 +8,7 @@ from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_lay
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
     ONES,
-    SUMS,
+    SUMS_OF_ONE_STREAM,
     ZEROS,
     ChunkLayout,
     Family,
@@ -165,7 +165,7 @@ GPT = Family(
     operations=_operations,
     activations=_activations,
     work=_work,
-    tensor_sums=SUMS,
+    tensor_sums=SUMS_OF_ONE_STREAM,
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.qkv": "column",

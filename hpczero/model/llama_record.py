@@ -9,7 +9,7 @@ from hpczero.model.shapes import (
     NORM_OF_HEADS,
     NORM_OF_ROWS,
     ONES,
-    SUMS,
+    SUMS_OF_ONE_STREAM,
     ZEROS,
     ChunkLayout,
     Family,
@@ -208,7 +208,7 @@ LLAMA = Family(
     operations=_operations,
     activations=_activations,
     work=_work,
-    tensor_sums=SUMS,
+    tensor_sums=SUMS_OF_ONE_STREAM,
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.inputs": "attention inputs",

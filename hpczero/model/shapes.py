@@ -107,7 +107,7 @@ def head_dim(model: Model) -> int:
 
 
 def is_causal(model: Model, layer: int) -> bool:
-    """Return True if no query of a block sees a later key."""
+    """Return True if no query of a block sees a later key; T5's blocks have their own attention."""
     return model.family != "bert"
 
 
@@ -124,6 +124,12 @@ def ffn(model: Model) -> int:
     if model.ffn or model.family != "llama":
         return model.ffn or 4 * model.hidden
     return -(-8 * model.hidden // (3 * 256)) * 256
+
+
+def gate(model: Model) -> str:
+    """Return the function of the gate in T5's feed-forward part; "" if it has none."""
+    function = model.feed_forward.removeprefix("gated-")
+    return "" if function == model.feed_forward else function
 
 
 def index_of(block: "Layer") -> int:
@@ -198,11 +204,24 @@ class ChunkLayout:
     blocks_here: int | None = None  # so many keep theirs on the device, the others on the host
     targets: int = 0  # positions that the head works on; 0: on all
     picked: bool = False  # they are picked, and whole on every rank
-    seq_len: int = 1  # positions of a sequence
+    seq_len: int = 0  # positions of a sequence, where it has several streams
 
     @property
     def blocks(self) -> int:
         return sum(self.layers[kind] for kind in BLOCKS)
+
+
+def sums_of(
+    tensor_sums: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    kinds: Mapping[str, int],
+    stream: int,
+) -> tuple[int, int]:
+    """Return how often tensor ranks sum a stream in forward, and in backward, of so many layers."""
+    forward, backward = (
+        sum(tensor_sums[kind][column].count(stream) * count for kind, count in kinds.items())
+        for column in range(2)
+    )
+    return forward, backward
 
 
 @dataclass(frozen=True)
@@ -236,11 +255,9 @@ class Family:
 # parameters' gradients are summed over the ranks
 NORM_OF_ROWS = "norm of rows"
 NORM_OF_HEADS = "norm of heads"
-STREAMS_OF_ROWS = "streams of rows"  # of several streams a rank has some rows each
+SPLIT_OF_ROWS = "split of rows"  # of several streams a rank has some rows each
 
-
-# sums of activations of a model of one stream
-SUMS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+SUMS_OF_ONE_STREAM: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "embedding": ((0,), ()),
     "blocks": ((0, 0), (0, 0)),
     "head": ((), (0,)),

@@ -12,6 +12,8 @@ grid like a model of one stream.
 Legend: [samples, encoder's positions + decoder's, hidden].
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -23,7 +25,7 @@ from hpczero.model.llama import AttentionInputs, Lookup, Norm
 from hpczero.model.modules import CrossEntropy, Dropout, Layered, Linear, StackedLinear
 from hpczero.spec.schema import Model
 from hpczero_kernels.operations import OPERATIONS
-from hpczero_kernels.relative_attention import Distances, relative_attention
+from hpczero_kernels.relative_attention import Distances
 
 
 class T5(Layered):
@@ -33,14 +35,14 @@ class T5(Layered):
             model,
             embedding=Embedding(model),
             positions=positions,
-            encoder=(EncoderBlock(model, at, positions) for at in range(model.encoders)),
-            decoder=(DecoderBlock(model, at, positions) for at in range(model.decoders)),
+            encoder=(EncoderBlock(model, at, positions) for at in range(model.encoder_blocks)),
+            decoder=(DecoderBlock(model, at, positions) for at in range(model.decoder_blocks)),
             head=Head(model),
         )
 
 
-class Streams(nn.Module):
-    """The encoder's and the decoder's part of what blocks hand on."""
+class Split(nn.Module):
+    """Cut what blocks hand on into the encoder's part and the decoder's."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class Embedding(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.lookup = Lookup(model)
-        self.streams = Streams(model)
+        self.streams = Split(model)
         self.encoder_dropout = Dropout(model, "embedding")
         self.decoder_dropout = Dropout(model, "embedding of decoder")
 
@@ -89,6 +91,7 @@ class Attention(Sublayer):
         self.head_dim = shapes.head_dim(model)
         inner = model.heads * self.head_dim
         self.distances = Distances(model.position_buckets, model.position_reach, causal)
+        self.attention = OPERATIONS[model.kernels].relative_attention
         self.norm = Norm(model, model.hidden)
         self.inputs = AttentionInputs(model)
         self.output = Linear(inner, model.hidden, bias=False)
@@ -99,7 +102,7 @@ class Attention(Sublayer):
         query, key, value = (  # each [samples, heads, seq, head_dim]
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.inputs(x)
         )
-        mixed = relative_attention(query, key, value, self.bias, self.distances)
+        mixed = self.attention(query, key, value, self.bias, self.distances)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -121,12 +124,12 @@ class CrossAttention(nn.Module):
         # [samples, seq, 2, heads, head_dim]
         heads = self.memory(encoder).unflatten(-1, (-1, self.head_dim))
         key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
-        mixed = attention_of(query, key, value)
+        mixed = _to_all(query, key, value)
         added: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return self.dropout(added, batch, x)
 
 
-def attention_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _to_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return attention to all keys, without a scale."""
     if not query.shape[1]:  # no head on this tensor rank: PyTorch's attention may end the process
         return query + (key + value).sum(2, keepdim=True)
@@ -136,35 +139,30 @@ def attention_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 class FeedForward(Sublayer):
     def __init__(self, model: Model, site: str) -> None:
         super().__init__(model)
-        operations = OPERATIONS[model.kernels]
-        self.gate = model.feed_forward.partition("-")[2]
-        wide = shapes.ffn(model)
+        wide, gate = shapes.ffn(model), shapes.gate(model)
         self.norm = Norm(model, model.hidden)
         self.up = (
-            StackedLinear(model.hidden, 2, wide, bias=False)
-            if self.gate
+            StackedLinear(model.hidden, 2, wide, bias=False)  # gates, then values
+            if gate
             else Linear(model.hidden, wide, bias=False)
         )
         self.down = Linear(wide, model.hidden, bias=False)
         self.dropout = Dropout(model, site)
-        self.activation = operations.glu if self.gate else _relu
+        glu = partial(OPERATIONS[model.kernels].glu, activation=gate)
+        self.activation = glu if gate else functional.relu
 
     def result(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.down(self.activation(self.up(x), self.gate))  # gates, then values
-
-
-def _relu(x: torch.Tensor, _: str) -> torch.Tensor:
-    return functional.relu(x)
+        return self.down(self.activation(self.up(x)))
 
 
 class EncoderBlock(nn.Module):
     def __init__(self, model: Model, index: int, positions: Positions) -> None:
         super().__init__()
         site = f"encoder.{index}"
-        self.streams = Streams(model)
+        self.streams = Split(model)
         self.attention = Attention(model, f"{site}.attention", positions.encoder, causal=False)
         self.feed_forward = FeedForward(model, f"{site}.feed_forward")
-        is_last = index == model.encoders - 1
+        is_last = index == model.encoder_blocks - 1
         self.last_norm = Norm(model, model.hidden) if is_last else nn.Identity()
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -177,7 +175,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, model: Model, index: int, positions: Positions) -> None:
         super().__init__()
         site = f"decoder.{index}"
-        self.streams = Streams(model)
+        self.streams = Split(model)
         self.attention = Attention(model, f"{site}.attention", positions.decoder, causal=True)
         self.cross = CrossAttention(model, f"{site}.cross")
         self.feed_forward = FeedForward(model, f"{site}.feed_forward")
@@ -191,7 +189,7 @@ class DecoderBlock(nn.Module):
 class Head(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.streams = Streams(model)
+        self.streams = Split(model)
         self.norm = Norm(model, model.hidden)
         self.scale = model.hidden**-0.5 if model.tied_embeddings else 1.0
         self.logits = Linear(model.hidden, model.vocab, bias=False)

@@ -11,7 +11,7 @@ from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_lay
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
     ONES,
-    STREAMS_OF_ROWS,
+    SPLIT_OF_ROWS,
     ChunkLayout,
     Family,
     Initial,
@@ -19,6 +19,7 @@ from hpczero.model.shapes import (
     Moments,
     Parameter,
     ffn,
+    gate,
     head_dim,
 )
 from hpczero.model.work import NOTHING, Core, LayerWork, Pass, Product, WorkLayout, visible_keys
@@ -40,8 +41,8 @@ def _layers(model: Model) -> list[Layer]:
     return [
         Layer("embedding", (lookup,), only_forward=True),
         Layer("positions", tuple(_bias(model, name) for name in ("encoder", "decoder"))),
-        *(_encoder_block(model, index) for index in range(model.encoders)),
-        *(_decoder_block(model, index) for index in range(model.decoders)),
+        *(_encoder_block(model, index) for index in range(model.encoder_blocks)),
+        *(_decoder_block(model, index) for index in range(model.decoder_blocks)),
         head,
     ]
 
@@ -54,7 +55,7 @@ def _bias(model: Model, stream: str) -> Parameter:
 def _encoder_block(model: Model, index: int) -> Layer:
     name = f"encoder.{index}"
     parts = *_attention(f"{name}.attention", model), *_feed_forward(f"{name}.feed_forward", model)
-    if index == model.encoders - 1:
+    if index == model.encoder_blocks - 1:
         parts = *parts, _norm(f"{name}.last_norm", model)
     return Layer(name, parts, uses=("positions.encoder",))
 
@@ -114,7 +115,7 @@ def _feed_forward(name: str, model: Model) -> tuple[Parameter, ...]:
     hidden, wide = model.hidden, ffn(model)
     of_up, of_down = (Initial("normal", width**-0.5) for width in (hidden, wide))
     up = Parameter(f"{name}.up.weight", (wide, hidden), of_up, split=0)
-    if _gates(model):
+    if gate(model):
         up = replace(up, shape=(2, *up.shape), split=1)
     return (
         _norm(f"{name}.norm", model),
@@ -123,15 +124,11 @@ def _feed_forward(name: str, model: Model) -> tuple[Parameter, ...]:
     )
 
 
-def _gates(model: Model) -> bool:
-    return model.feed_forward != "relu"
-
-
 def _operations(model: Model, seq: int) -> list[int]:
     """Count products of matrices, and of attention's queries with all keys of their stream."""
     encoder, decoder = model.streams(seq)
     hidden, inner = model.hidden, model.heads * head_dim(model)
-    of_ffn = 2 * hidden * ffn(model) * (3 if _gates(model) else 2)
+    of_ffn = 2 * hidden * ffn(model) * (3 if gate(model) else 2)
     of_attention = 8 * hidden * inner + of_ffn
     of_encoder = encoder * (of_attention + 4 * encoder * inner)
     of_decoder = decoder * (of_attention + 4 * (decoder + encoder) * inner)
@@ -139,8 +136,8 @@ def _operations(model: Model, seq: int) -> list[int]:
     costs = [
         seq * hidden,
         0,
-        *[of_encoder] * model.encoders,
-        *[of_decoder] * model.decoders,
+        *[of_encoder] * model.encoder_blocks,
+        *[of_decoder] * model.decoder_blocks,
         2 * decoder * hidden * model.vocab,
     ]
     return [round(FORWARD_AND_BACKWARD * cost) for cost in costs]
@@ -173,31 +170,34 @@ def _block_bytes(
     hidden = model.hidden / ranks if part.sequence else model.hidden
     inner = model.heads * head_dim(model) / ranks
     wide = ffn(model) / ranks
-    stored = (3 if "glu" in part.kernels else 4) if _gates(model) else 1
+    stored = (3 if "glu" in part.kernels else 4) if gate(model) else 1
     norms = (1 + attentions) / (ranks if part.sequence else 1)
     normed = (1 + attentions) * hidden
-    numbers = (1 + attentions) * hidden + attentions * hidden  # norms' results, residuals
-    numbers += (2 + 2 * attentions) * inner + stored * wide
-    kept = element * (hidden + own * numbers + other * 2 * inner)
-    kept += FP32 * own * (attentions * model.heads / ranks + norms)
-    of_norms = 0.0  # more than an input
-    if "rms_norm" not in part.kernels:  # two fp32 tensors, one of them the input if that is in fp32
+    of_own = (1 + attentions) * hidden + attentions * hidden  # norms' results, residuals
+    of_own += (2 + 2 * attentions) * inner + stored * wide
+    heads = model.heads / ranks
+    kept = element * (hidden + own * of_own + other * 2 * inner)
+    kept += FP32 * own * (attentions * heads + norms)
+    if "relative_attention" not in part.kernels:  # its probabilities, in half precision twice
+        pairs = (FP32 if element == FP32 else FP32 + element) * own * part.seq_len
+        kept += own * heads * (pairs - FP32)
+    of_norms = 0.0  # bytes that PyTorch's norms keep beyond the inputs counted above
+    if "rms_norm" not in part.kernels:
         of_norms = own * (2 * FP32 - element) * normed
-        if element < FP32:  # the first one's is the block's, of which the rest goes or all stays
+        # In half precision copies take the place of inputs. The first norm's is a slice of the
+        # block's input, which an encoder block then frees, and a decoder block keeps: its memory
+        # map reads the encoder's part.
+        if element < FP32:
             of_norms += element * (own * hidden if other else (own - 1) * hidden)
     cheap = own * (FP32 * norms + element * (normed + max(0, stored - 2) * wide)) + of_norms
     probabilities = 4 * FP32 * max(own, other) * part.seq_len  # of a head, and what follows of them
     widest = max(element * 4 * wide, element * 6 * inner + probabilities)
-    product = element * model.hidden * max((2 if _gates(model) else 1) * wide, 2 * inner)
+    product = element * model.hidden * max((2 if gate(model) else 1) * wide, 2 * inner)
     return BlockBytes(kept + of_norms, cheap, own * widest, product)
 
 
 def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
-    """Count products, attention, and what lies between them, as `llama_record` does.
-
-    Attention with a bias is made of products, so its probabilities are moved: eight numbers for
-    each pair in forward, and twelve in backward, in fp32.
-    """
+    """Count products, attention, and what lies between them, as `llama_record` does."""
     encoder, decoder = model.streams(layout.seq_len)
     if layer.kind == "embedding":
         found = of_embedding(model, layout)
@@ -222,11 +222,15 @@ def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
 
 
 def _work_of_block(model: Model, layout: WorkLayout, own: int, other: int) -> LayerWork:
-    """Return the work of a block on its own positions, and on those that it looks at, if any."""
+    """Return the work of a block on its own positions, and on those that it looks at, if any.
+
+    Attention with a bias is made of products, so its probabilities are moved: eight numbers for
+    each pair in forward, and twelve in backward, in fp32.
+    """
     heads, wide = layout.share(model.heads), layout.share(ffn(model))
     inner, hidden, element = heads * head_dim(model), model.hidden, layout.element
     tokens, seen = layout.samples * own, layout.samples * other
-    up = 2 * wide if _gates(model) else wide
+    up = 2 * wide if gate(model) else wide
     products = [
         *[Product(tokens, inner, hidden)] * 3,
         Product(tokens, hidden, inner),
@@ -248,6 +252,8 @@ def _work_of_block(model: Model, layout: WorkLayout, own: int, other: int) -> La
     fused = "rms_norm" in layout.kernels
     of_norms = 1 if fused else 6
     of_gates = (up + wide, 2 * up + wide)
+    if gate(model) and not fused:
+        of_gates = 5 * wide, 8 * wide
     cheap = 2 * of_norms * parts * stream + tokens * of_gates[0]
     forward = cheap + 3 * parts * stream + 2 * both + (parts - 1) * 2 * tokens * inner
     backward = (3 * of_norms + 6) * parts * stream + 2 * both + tokens * of_gates[1]
@@ -257,7 +263,7 @@ def _work_of_block(model: Model, layout: WorkLayout, own: int, other: int) -> La
     return LayerWork(
         Pass(tuple(products), tuple(cores), element * forward + 8 * pairs, launches[0]),
         Pass(bytes=element * backward + 12 * pairs, launches=launches[1]),
-        again=Pass(bytes=element * cheap, launches=parts + 1),
+        again=Pass(bytes=element * cheap, launches=parts + 1 if fused else 8 * parts + 2),
     )
 
 
@@ -297,14 +303,14 @@ T5 = Family(
         "head.loss": "vocabulary loss",
     },
     sequence_plan={
-        "embedding.streams": STREAMS_OF_ROWS,
+        "embedding.streams": SPLIT_OF_ROWS,
         "embedding.*_dropout": "dropout of rows",
         "encoder.*.last_norm": NORM_OF_ROWS,
         **_of_blocks(
-            {"streams": STREAMS_OF_ROWS, "*.norm": NORM_OF_ROWS, "*.dropout": "dropout of rows"},
+            {"streams": SPLIT_OF_ROWS, "*.norm": NORM_OF_ROWS, "*.dropout": "dropout of rows"},
             _BOTH,
         ),
-        "head.streams": STREAMS_OF_ROWS,
+        "head.streams": SPLIT_OF_ROWS,
         "head.norm": NORM_OF_ROWS,
     },
     stream_of={

@@ -23,7 +23,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.model.shapes import (
     NORM_OF_HEADS,
     NORM_OF_ROWS,
-    STREAMS_OF_ROWS,
+    SPLIT_OF_ROWS,
     Family,
     Layer,
     role_of,
@@ -57,7 +57,7 @@ from hpczero.parallel.tensor.linear import (
     RowLinear,
 )
 from hpczero.parallel.tensor.serial_check import SerialCheck
-from hpczero.parallel.tensor.streams import ResidualOfStreams, StreamsOfRows
+from hpczero.parallel.tensor.streams import SplitOfRows, residual_of
 from hpczero.parallel.tensor.user_plan import Cuts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
@@ -83,7 +83,7 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     NORM_OF_HEADS: OnOwnRows,
     NORM_OF_ROWS: OnOwnRows,
     "dropout of rows": DropoutOnOwnRows,
-    STREAMS_OF_ROWS: StreamsOfRows,
+    SPLIT_OF_ROWS: SplitOfRows,
 }
 
 
@@ -243,7 +243,7 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     pipeline = context.group_if_cut("pipeline")
     residual = None
     if tensor:
-        residual = ResidualOfStreams(tensor, spec.parallel.sequence_parallel, spec.model.streams)
+        residual = residual_of(spec.model, tensor, spec.parallel.sequence_parallel)
         apply_plan(layers, families.family(spec.model), residual)
     _cut_loss(module.head, spec, residual)
     described = [layer for _, layer in layers]

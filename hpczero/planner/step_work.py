@@ -3,6 +3,7 @@
 They do not depend on the cluster, but for how many ranks its nodes have.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from itertools import chain
 
 from hpczero.comm.trace import evenly
 from hpczero.model.families import family
-from hpczero.model.shapes import Layer
+from hpczero.model.shapes import Layer, sums_of
 from hpczero.model.work import Pass, Product
 from hpczero.optim.matrices import is_matrix, products
 from hpczero.parallel.pipeline.partition import Chunks, Tied
@@ -175,13 +176,16 @@ class StepWork:
         One of a part of the positions counts as that part.
         """
         model, seq_len = self.spec.model, self.spec.seq_len
-        shares = [length / seq_len for length in model.streams(seq_len)]
-        forward = backward = 0.0
+        sums, kinds, again = family(model).tensor_sums, Counter[str](), Counter[str]()
         for alike, count in part.layers:
-            of_kind = family(model).tensor_sums[alike.layer.kind]
-            ahead, back = (count * sum(shares[stream] for stream in column) for column in of_kind)
-            forward += ahead
-            backward += back + (ahead if alike.repeats == "block" else 0.0)
+            kinds[alike.layer.kind] += count
+            again[alike.layer.kind] += count if alike.repeats == "block" else 0
+        forward = backward = 0.0
+        for stream, length in enumerate(model.streams(seq_len)):
+            ahead, back = sums_of(sums, kinds, stream)
+            repeated, _ = sums_of(sums, again, stream)
+            forward += ahead * length / seq_len
+            backward += (back + repeated) * length / seq_len
         return forward, backward
 
     def tensor_messages(self, stage: int) -> list[Repeated]:

@@ -39,7 +39,7 @@ world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to s
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, permutations, product
+from itertools import groupby, permutations
 from math import prod
 from typing import Any, NamedTuple
 
@@ -48,7 +48,13 @@ from hpczero.comm.trace import evenly
 from hpczero.data.samples import micro_batch_counts
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
-from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_role
+from hpczero.model.shapes import (
+    NORM_OF_ROWS,
+    Layer,
+    sizes_summed,
+    sizes_with_role,
+    sums_of,
+)
 from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded
@@ -277,8 +283,7 @@ class Volumes:
                 picked = samples * plans.picked(model, self.spec.seq_len)
                 yield "all_reduce", 2 * picked * model.hidden * self._width, times
         else:
-            blocks = sum(recomputed(self.spec.memory, layer) == "block" for layer in running)
-            cut = blocks * times * self.spec.memory.partition_activations
+            cut = len(self._again(running)) * times * self.spec.memory.partition_activations
             yield "all_gather", tokens * model.hidden * self._width, cut
         if has_head:
             targets = samples * model.target_count(self.spec.seq_len)
@@ -295,27 +300,25 @@ class Volumes:
         """Yield the messages of activations that tensor ranks sum, and gather, in these layers."""
         model, ranks = self.spec.model, self.spec.parallel.tensor
         kinds = Counter(layer.kind for layer in running)
-        again = Counter(
-            layer.kind for layer in running if recomputed(self.spec.memory, layer) == "block"
-        )
-        tensor_sums = family(model).tensor_sums
-        of_position = samples * model.hidden * self._width
+        again = Counter(layer.kind for layer in self._again(running))
+        sums, of_position = family(model).tensor_sums, samples * model.hidden * self._width
         chunk = loss_rows(self.spec.memory, samples * self.spec.seq_len)
         for stream, length in enumerate(model.streams(self.spec.seq_len)):
-            # sums in forward and in backward, and of the forwards that backward repeats
-            forward, backward, *repeated = (
-                sum(tensor_sums[kind][column].count(stream) * count for kind, count in of.items())
-                * times
-                for of, column in product((kinds, again), range(2))
-            )
+            forward, backward = sums_of(sums, kinds, stream)
+            forward_again, columns_again = sums_of(sums, again, stream)
             if not self.spec.parallel.sequence_parallel:
-                yield "all_reduce", 2 * length * of_position, forward + backward + repeated[0]
+                count = forward + backward + forward_again
+                yield "all_reduce", 2 * length * of_position, count * times
                 continue
             padded = -(-length // ranks) * ranks * of_position
-            yield "reduce_scatter", padded, forward + backward + repeated[0]
-            ahead = times if kinds["head"] and chunk else 0  # its forward's
+            yield "reduce_scatter", padded, (forward + backward + forward_again) * times
+            ahead = kinds["head"] if chunk else 0  # its forward's
             # what is summed in one direction is gathered in the other, for weights once more
-            yield "all_gather", padded, forward + 2 * backward + repeated[1] - ahead
+            yield "all_gather", padded, (forward + 2 * backward + columns_again - ahead) * times
+
+    def _again(self, running: Sequence[Layer]) -> list[Layer]:
+        """Return the layers whose forward backward repeats."""
+        return [layer for layer in running if recomputed(self.spec.memory, layer) == "block"]
 
     def of_pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int], shards: int

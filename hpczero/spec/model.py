@@ -206,14 +206,14 @@ class Model(Table):
         return self.family in ("bert", "t5")
 
     @property
-    def encoders(self) -> int:
+    def encoder_blocks(self) -> int:
         """Blocks of the encoder; 0 where there are no two kinds of blocks."""
         return (self.encoder_layers or self.layers // 2) if self.family == "t5" else 0
 
     @property
-    def decoders(self) -> int:
-        """Blocks of the decoder."""
-        return self.layers - self.encoders
+    def decoder_blocks(self) -> int:
+        """Blocks of the decoder; all of them where there are no two kinds."""
+        return self.layers - self.encoder_blocks
 
     def spans(self, seq_len: int) -> SpanLengths:
         """Return how many tokens of a sequence are text, and masked, in how many spans."""
@@ -230,7 +230,7 @@ class Model(Table):
         return seq_len - of_decoder, of_decoder
 
     def text_len(self, seq_len: int) -> int:
-        """Return the tokens of text in a sequence: [CLS] and each [SEP] are no text."""
+        """Return the tokens of text that a sequence is made of: special ones are no text."""
         if self.family == "t5":
             return self.spans(seq_len).text
         if self.family == "bert":

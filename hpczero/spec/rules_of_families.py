@@ -120,7 +120,7 @@ def _t5(spec: Spec) -> Iterator[Contradiction]:
     for name, length in (("model.seq_len", model.seq_len), ("data.seq_len", spec.data.seq_len)):
         if length and model.spans(length).sample != length:
             yield _no_sample(model, name, length)
-    if not 1 <= model.encoders < model.layers:
+    if not 1 <= model.encoder_blocks < model.layers:
         yield Contradiction(
             ("model.encoder_layers", "model.layers"),
             f"model.layers = {model.layers} with model.encoder_layers = {model.encoder_layers} "

@@ -1,12 +1,10 @@
 """Lengths of T5's samples: text of which spans are taken out (Raffel et al. 2020; pure).
 
-    text      one two three four five six seven
-    encoder   one two <0> five six <1> </s>
-    decoder   <0> three four <1> seven </s>          its input is the same, begun by <pad>
-
-A sample has the encoder's and the decoder's tokens, side by side.
+A sample has the encoder's and the decoder's tokens, side by side: `data/span_corruption.py` has an
+example.
 """
 
+from bisect import bisect_right
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,9 +29,6 @@ class SpanLengths(NamedTuple):
         return self.encoder + self.decoder
 
 
-SHORTEST = 6  # of two tokens of text, one of them masked
-
-
 def lengths_of(text: int, fraction: float, span: float) -> SpanLengths:
     """Return the lengths of a sample of so much text, as T5's own data has them."""
     masked = min(max(1, round(text * fraction)), text - 1)
@@ -46,11 +41,10 @@ def lengths_within(sample: int, fraction: float, span: float) -> SpanLengths:
 
     They are those of the shortest text where `sample` is too short for any.
     """
-    low, high = 2, max(3, sample)  # a longer text never makes a shorter sample
-    while high - low > 1:
-        middle = (low + high) // 2
-        if lengths_of(middle, fraction, span).sample <= sample:
-            low = middle
-        else:
-            high = middle
-    return lengths_of(low, fraction, span)
+    texts = range(2, max(3, sample))  # a longer text never makes a shorter sample
+
+    def length_with(text: int) -> int:
+        return lengths_of(text, fraction, span).sample
+
+    fitting = bisect_right(texts, sample, key=length_with)
+    return lengths_of(texts[max(0, fitting - 1)], fraction, span)

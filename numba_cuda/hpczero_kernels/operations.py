@@ -30,6 +30,10 @@ from hpczero_kernels.norm import (
     rms_norm,
     rms_norm_reference,
 )
+from hpczero_kernels.relative_attention import (
+    relative_attention,
+    relative_attention_reference,
+)
 from hpczero_kernels.rotary import rotary, rotary_reference
 from hpczero_kernels.soft_cap import soft_cap, soft_cap_reference
 
@@ -38,6 +42,7 @@ from hpczero_kernels.soft_cap import soft_cap, soft_cap_reference
 class Operations:
     attention: Callable[..., Tensor]
     block_sparse_attention: Callable[..., Tensor]
+    relative_attention: Callable[..., Tensor]
     layer_norm: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -52,6 +57,7 @@ class Operations:
 AUTO = Operations(
     attention,
     block_sparse_attention,
+    relative_attention,
     layer_norm,
     rms_norm,
     add_layer_norm,
@@ -65,6 +71,7 @@ AUTO = Operations(
 PYTORCH = Operations(
     attention_reference,
     block_sparse_attention_reference,
+    relative_attention_reference,
     layer_norm_reference,
     rms_norm_reference,
     add_layer_norm_reference,

@@ -4,8 +4,9 @@
 
 Distances are in classes (Raffel et al. 2020): near ones each have their own, further ones share
 one, ever more of them, and from `reach` on all are in the last. Forward and backward compute the
-probabilities a few heads at a time, so that neither the bias nor its gradient ever exists for all
-of them. A bias is alike along each diagonal: its gradient is summed along these, then by class.
+probabilities of few heads at a time, so that neither they nor the bias or its gradient exist for
+more than 2^18 pairs of positions, or for one head. A bias is alike along each diagonal: its
+gradient is summed along these, then by class.
 
 Legend: q, k, v [samples, heads, seq, head_dim]; table [classes, heads].
 """
@@ -36,16 +37,18 @@ class Distances:
         """Return the classes of these differences: position of a key less that of a query."""
         classes = self.classes if self.causal else self.classes // 2
         behind = torch.zeros_like(distance) if self.causal else (distance > 0) * classes
-        far = (-distance).clamp(min=0) if self.causal else distance.abs()
+        length = (-distance).clamp(min=0) if self.causal else distance.abs()
         each = classes // 2  # these have a class of their own
-        share = torch.log(far.float() / each) / log(self.reach / each)
+        share = torch.log(length.float() / each) / log(self.reach / each)  # log(0) is not taken
         of_far = each + (share * (classes - each)).to(torch.int64).clamp(max=classes - 1 - each)
-        return behind + torch.where(far < each, far, of_far)
+        return behind + torch.where(length < each, length, of_far)
 
 
 def relative_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, distances: Distances
 ) -> Tensor:
+    if not q.shape[1]:  # no head on this tensor rank
+        return q + k + v + table.sum()
     at = torch.arange(q.shape[2], dtype=torch.int64, device=q.device)
     bias = table[distances.class_of(at - at[:, None])].permute(2, 0, 1).float()
     logits = (q @ k.transpose(2, 3)).float() + bias
@@ -58,8 +61,8 @@ def relative_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, distances: Distances
 ) -> Tensor:
     """Return relative_attention_reference of the same, up to rounding."""
-    if not q.shape[1]:  # no head on this tensor rank
-        return q + k + v + table.sum()
+    if not q.shape[1]:
+        return relative_attention_reference(q, k, v, table, distances)
     out: Tensor = _RelativeAttention.apply(q, k, v, table, distances)
     return out
 

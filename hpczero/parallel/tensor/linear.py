@@ -46,7 +46,10 @@ class StreamLayout(Protocol):
     """The layout of the residual stream: two collectives, each of which is the other's backward."""
 
     group: Group
-    rows: slice  # the positions that this rank has
+
+    @property
+    def rows(self) -> slice:
+        """The positions that this rank has."""
 
     def start_gather(self, own: torch.Tensor) -> Wait:
         """Start to gather the whole stream from the parts of all ranks."""
@@ -65,7 +68,7 @@ class Residual:
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.layout: StreamLayout = Replicated(group)
-        self.streams: Sequence[Residual] = ()  # that lie side by side in it, if several do
+        self.streams: Sequence[Residual] = ()  # that lie side by side in it
         self._of_length: dict[int, StreamLayout] = {}
 
     def follow(self, seq_len: int) -> None:

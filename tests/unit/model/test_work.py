@@ -107,9 +107,16 @@ def test_the_busiest_rank_has_no_less_than_its_part(ranks: int) -> None:
             assert part * ranks >= whole(work_of(model, layer)) * 0.999
 
 
-@pytest.mark.parametrize("model", [LLAMA, LLAMA.model_copy(update={"qk_norm": True})])
-def test_kernels_and_sequence_parallelism_move_less(model: Model) -> None:
-    block = layers(model)[1]
+OF_KERNELS = [
+    (model, block)
+    for model in (LLAMA, LLAMA.model_copy(update={"qk_norm": True}), *MODELS[-2:])
+    for block in layers(model)
+    if block.is_block
+]
+
+
+@pytest.mark.parametrize(("model", "block"), OF_KERNELS)
+def test_kernels_and_sequence_parallelism_move_less(model: Model, block: Layer) -> None:
     apart = work_of(model, block, tensor=2)
     fused = work_of(model, block, tensor=2, kernels=FUSED)
     cut = work_of(model, block, tensor=2, kernels=FUSED, sequence=True)

@@ -6,11 +6,12 @@ import pytest
 
 from hpczero.model import build
 from hpczero.model.families import FAMILIES, family, layers
-from hpczero.model.shapes import matches
+from hpczero.model.shapes import matches, role_of
 from hpczero.parallel.parallelize import ROLES
-from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
+from hpczero.parallel.tensor.attention_inputs import HeadsOfRank, core_of_rank
 from hpczero.parallel.tensor.linear import ColumnLinear, ColumnOfWhole, RowLinear
-from hpczero.parallel.tensor.vocabulary import VocabularyLookup
+from hpczero.parallel.tensor.streams import SplitOfRows
+from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.spec.schema import Model
 
 RELATIVE = {
@@ -45,6 +46,23 @@ def test_every_entry_names_modules(model):
     assert not tensor.keys() & sequence.keys()
     for pattern in (*tensor, *sequence):
         assert any(matches(name, pattern) for name in names), pattern
+
+
+@every_model
+def test_what_needs_rows_says_its_stream(model):
+    """In a model of several streams, whose rows do not lie together."""
+    streams, names = family(model).stream_of, [name for name, _ in modules_of(model)]
+    for pattern in streams:
+        assert any(matches(name, pattern) for name in names), pattern
+    of_several = len(model.streams(model.seq_len)) > 1
+    for name, entry in planned(model).items():
+        if entry not in (VocabularyLookup, VocabularyCrossEntropy, SplitOfRows, core_of_rank):
+            assert (role_of(streams, name) is not None) == of_several, name
+    assert set(streams.values()) == ({0, 1} if of_several else set())
+
+
+def modules_of(model: Model):
+    return build.on_meta(model).named_modules()
 
 
 @every_model

@@ -1,0 +1,150 @@
+"""T5: the record is the module's, what each stream sees, its loss and its initial values."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpczero.model import build, families
+from hpczero.model.batch import MicroBatch
+from hpczero.model.modules import Dropout
+from hpczero.spec.schema import Model
+
+SMALL: dict[str, Any] = {
+    "family": "t5",
+    "layers": 5,
+    "hidden": 16,
+    "heads": 2,
+    "vocab": 23,
+    "seq_len": 33,
+    "masked_fraction": 0.3,
+    "span_length": 2.0,
+}
+CASES = [
+    Model(**SMALL),
+    Model(**SMALL, tied_embeddings=False, encoder_layers=1, feed_forward="relu"),
+    Model(**SMALL, head_dim=5, ffn=11, encoder_layers=4, feed_forward="gated-silu"),
+]
+every_model = pytest.mark.parametrize("model", CASES, ids=range(len(CASES)))
+ENCODER, DECODER = CASES[0].streams(33)
+
+
+def real(model: Model) -> Any:
+    module = build.on_meta(model)
+    parameters = {}
+    for layer in families.layers(model):
+        for parameter in layer.parameters:
+            values = torch.empty(parameter.shape, dtype=torch.float64)
+            build.initial_values(parameter, 1, 0, values)
+            parameters[parameter.name] = torch.nn.Parameter(values)
+    build.install_parameters(module, parameters)
+    return module
+
+
+def batch_of(model: Model, samples: int = 3) -> MicroBatch:
+    random = torch.Generator().manual_seed(3)
+    tokens, targets = (
+        torch.randint(0, model.vocab, (samples, length), generator=random)
+        for length in (model.seq_len, DECODER)
+    )
+    return MicroBatch(tokens, targets, torch.arange(samples, dtype=torch.int64), 0, seed=1)
+
+
+def streams(module: Any, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+    """What the last block hands on."""
+    x = batch.tokens
+    for layer in module.layers()[:-1]:
+        x = layer(x, batch)
+    return x.split([ENCODER, DECODER], 1)
+
+
+def changed(batch: MicroBatch, position: int) -> MicroBatch:
+    tokens = batch.tokens.clone()
+    tokens[:, position] = (tokens[:, position] + 1) % SMALL["vocab"]
+    return replace(batch, tokens=tokens)
+
+
+@every_model
+def test_the_record_has_the_modules_parameters(model: Model) -> None:
+    described = [
+        (parameter.name, parameter.shape)
+        for layer in families.layers(model)
+        for parameter in layer.parameters
+    ]
+    module = build.on_meta(model)
+    assert [(name, tuple(one.shape)) for name, one in module.named_parameters()] == described
+    assert len(module.layers()) == len(families.layers(model))
+
+
+@every_model
+def test_the_encoder_looks_both_ways_and_not_at_the_decoder(model: Model) -> None:
+    module, batch = real(model), batch_of(model)
+    before, _ = streams(module, batch)
+    later, _ = streams(module, changed(batch, ENCODER - 1))
+    assert not torch.equal(before[:, 0], later[:, 0])
+    unchanged, _ = streams(module, changed(batch, ENCODER))
+    assert torch.equal(before, unchanged)
+
+
+@every_model
+def test_the_decoder_looks_at_the_encoder_and_back(model: Model) -> None:
+    module, batch = real(model), batch_of(model)
+    _, before = streams(module, batch)
+    for position in range(ENCODER):
+        _, after = streams(module, changed(batch, position))
+        assert all(not torch.equal(before[:, at], after[:, at]) for at in range(DECODER))
+    for position in range(DECODER):
+        _, after = streams(module, changed(batch, ENCODER + position))
+        assert torch.equal(before[:, :position], after[:, :position])
+        assert all(not torch.equal(before[:, at], after[:, at]) for at in range(position, DECODER))
+
+
+@every_model
+def test_the_loss_is_of_what_the_decoder_predicts(model: Model) -> None:
+    module, batch = real(model), batch_of(model)
+    _, decoder = streams(module, batch)
+    normed = decoder * (decoder.square().mean(-1, keepdim=True) + model.norm_eps).rsqrt()
+    scale = model.hidden**-0.5 if model.tied_embeddings else 1.0
+    scores = (normed * scale) @ module.head.logits.weight.T
+    losses = functional.cross_entropy(scores.transpose(1, 2), batch.targets, reduction="none")
+    assert module(batch).item() == pytest.approx(losses.sum().item(), rel=1e-6)
+    of_samples = module(replace(batch, by_sample=True))
+    assert of_samples.tolist() == pytest.approx(losses.sum(1).tolist(), rel=1e-6)
+
+
+@every_model
+def test_without_samples_there_is_a_loss_of_0_with_gradients(model: Model) -> None:
+    module, batch = real(model), batch_of(model, 0)
+    loss = module(batch)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(not one.grad.any() for one in module.parameters())
+
+
+def test_every_dropout_has_a_site_of_its_own() -> None:
+    module: nn.Module = build.on_meta(CASES[0])
+    sites = [part.site for part in module.modules() if isinstance(part, Dropout)]
+    assert len(sites) == len(set(sites)) == 2 + 2 * 2 + 3 * 3
+
+
+def test_initial_deviations_are_as_published() -> None:
+    model = Model(**(SMALL | {"hidden": 96, "vocab": 257, "head_dim": 24, "heads": 8}))
+    wide, inner = 4 * 96, 8 * 24
+    expected = {
+        "lookup.tokens": 1.0,
+        "query.weight": (96 * 24) ** -0.5,
+        **dict.fromkeys(("key.weight", "value.weight", "memory.weight", "up.weight"), 96**-0.5),
+        "output.weight": inner**-0.5,
+        "down.weight": wide**-0.5,
+    }
+    for name, parameter in real(model).named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == 1.0).all(), name
+        elif name.startswith("positions."):
+            assert parameter.std().item() == pytest.approx(96**-0.5, rel=0.15), name
+        else:
+            (std,) = (std for end, std in expected.items() if name.endswith(end))
+            assert parameter.std().item() == pytest.approx(std, rel=0.03), name
