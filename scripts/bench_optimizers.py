@@ -18,7 +18,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +78,10 @@ class Trials:
         self._folder = folder
         self._finely = finely
         self._pool = ThreadPoolExecutor(at_once)
+        # a run takes all cores that it may: beside others its threads would wait for theirs
+        self._cores = SimpleQueue[int]()
+        for _, core in zip(range(at_once), cycle(sorted(os.sched_getaffinity(0))), strict=False):
+            self._cores.put(core)
         (folder / "spec.toml").exists() or safe_files.write_text(folder / "spec.toml", _SPEC)
 
     def curves(self, wanted: Sequence[tuple[Contender, float, int]]) -> list[dict[int, float]]:
@@ -101,15 +107,17 @@ class Trials:
             words = [
                 word for key, value in settings.items() for word in ("--set", f"{key}={value}")
             ]
-            path = os.pathsep.join(sys.path[:2])
+            core = self._cores.get()
+            of_core = ("taskset", "-c", str(core))
             done = subprocess.run(
-                [sys.executable, "-m", "hpczero", "run", "spec.toml", "--fresh", *words],
+                [*of_core, sys.executable, "-m", "hpczero", "run", "spec.toml", "--fresh", *words],
                 cwd=self._folder,
-                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2])},
                 capture_output=True,
                 text=True,
                 check=False,
             )
+            self._cores.put(core)
             if done.returncode:
                 sys.exit(f"{name}: {done.stdout}{done.stderr}")
         lines = map(json.loads, metrics.read_text().splitlines())

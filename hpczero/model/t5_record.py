@@ -151,14 +151,14 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     """
     encoder, decoder = (length / part.seq_len for length in model.streams(part.seq_len))
     of_blocks = {
-        "encoder": _block_bytes(model, element, part, (encoder, 0.0)),
-        "decoder": _block_bytes(model, element, part, (decoder, encoder)),
+        "encoder": _block_bytes(model, tokens, element, part, (encoder, 0.0)),
+        "decoder": _block_bytes(model, tokens, element, part, (decoder, encoder)),
     }
     return of_layers(model, tokens, element, part, of_blocks)
 
 
 def _block_bytes(
-    model: Model, element: int, part: ChunkLayout, shares: tuple[float, float]
+    model: Model, tokens: int, element: int, part: ChunkLayout, shares: tuple[float, float]
 ) -> BlockBytes:
     """Count the bytes of a block for a token of both streams.
 
@@ -178,9 +178,10 @@ def _block_bytes(
     heads = model.heads / ranks
     kept = element * (hidden + own * of_own + other * 2 * inner)
     kept += FP32 * own * (attentions * heads + norms)
-    if "relative_attention" not in part.kernels:  # its probabilities, in half precision twice
-        pairs = (FP32 if element == FP32 else FP32 + element) * own * part.seq_len
-        kept += own * heads * (pairs - FP32)
+    if "relative_attention" not in part.kernels:
+        length = own * part.seq_len
+        probabilities = (FP32 if element == FP32 else FP32 + element) * length
+        kept += own * heads * (probabilities - FP32) + 8 * length**2 / tokens  # and classes
     of_norms = 0.0  # bytes that PyTorch's norms keep beyond the inputs counted above
     if "rms_norm" not in part.kernels:
         of_norms = own * (2 * FP32 - element) * normed
@@ -190,8 +191,8 @@ def _block_bytes(
         if element < FP32:
             of_norms += element * (own * hidden if other else (own - 1) * hidden)
     cheap = own * (FP32 * norms + element * (normed + max(0, stored - 2) * wide)) + of_norms
-    probabilities = 4 * FP32 * max(own, other) * part.seq_len  # of a head, and what follows of them
-    widest = max(element * 4 * wide, element * 6 * inner + probabilities)
+    of_head = 4 * FP32 * max(own, other) * part.seq_len  # probabilities, and what follows of them
+    widest = max(element * 4 * wide, element * 6 * inner + of_head)
     product = element * model.hidden * max((2 if gate(model) else 1) * wide, 2 * inner)
     return BlockBytes(kept + of_norms, cheap, own * widest, product)
 
