@@ -15,7 +15,7 @@ source scripts/parts.sh
 
 [ -t 1 ] || export NO_COLOR=1
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # as in containers
-limit=1800 slow=()
+limit=2700 slow=() # seconds of a part: twice what slow processors take
 
 # environment LIBRARY: the virtual environment of this MPI library, for the parts that follow.
 environment() {

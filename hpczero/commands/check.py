@@ -247,17 +247,17 @@ def _job_in_lines(spec: Spec, supply: list[str]) -> list[str]:
         per_parameter = f", {ratio} for each parameter" if parameters else ""
     width = f" of {model.head_dim}" if model.head_dim else ""
     in_blocks, streams = _attention(spec), ""
-    if len(model.streams(model.seq_len)) > 1:
-        of_encoder, of_decoder = model.streams(model.seq_len)
-        streams = f" ({of_encoder} of the encoder, {of_decoder} of the decoder)"
+    if len(model.streams(spec.seq_len)) > 1:
+        of_encoder, of_decoder = model.streams(spec.seq_len)
+        streams = f" of {of_encoder} + {of_decoder} tokens, encoder and decoder,"
     lengths = [f"{length:,} from step {step:,} on" for step, length in spec.schedule.seq_len]
     return [
         f"  run       {spec.name}, in the folder {toml_repr(spec.output)}, seed {spec.seed}",
         f"  model     {model.family}: {count}; layers {model.layers}, hidden {model.hidden}, "
-        f"heads {model.heads}{width}, vocabulary {model.vocab}, sequence {model.seq_len}{streams}",
+        f"heads {model.heads}{width}, vocabulary {model.vocab}, sequence {model.seq_len}",
         *([f"  attention {in_blocks}"] if in_blocks else []),
         *_titled("data", supply),
-        f"  a step    {train.global_batch} sequences = {_tokens_per_step(spec):,} tokens, "
+        f"  a step    {train.global_batch} sequences{streams} = {_tokens_per_step(spec):,} tokens, "
         f"in {train.precision}",
         *([f"  lengths   of sequences: {', '.join(lengths)}; as many tokens"] if lengths else []),
         f"  training  {train.steps:,} steps = {tokens:,} tokens{per_parameter}",

@@ -4,8 +4,7 @@ from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
 from hpczero.spec.data import SPECIAL_TOKENS
 from hpczero.spec.model import Model
-
-_FEWEST_SENTINELS = 100  # as many as T5 has
+from hpczero.spec.spans import FEWEST_SENTINELS
 
 
 def special_ids(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
@@ -19,7 +18,7 @@ def special_ids(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     if model.family == "t5":
         needed = model.spans(model.seq_len).spans
         # a tokenizer without any gets T5's hundred, so that ids do not depend on seq_len
-        count = needed if knows(tokenizer, last) else max(needed, _FEWEST_SENTINELS)
+        count = needed if knows(tokenizer, last) else max(needed, FEWEST_SENTINELS)
         names[2:] = [_sentinel(number) for number in reversed(range(count))]
     ids, after = dict[str, int](), tokenizer.vocabulary
     for name in names:

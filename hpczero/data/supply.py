@@ -71,19 +71,22 @@ def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
             way_out = "make one with `hpczero data build -o NAME.h5 TEXT...`"
             raise InputError(f"data.source = {toml_repr(spec.data.source)}: {missing}: {way_out}")
         return Supply(wanted, problem=missing)
-    from hpczero.data.dataset import refuse_unfit
+    from hpczero.data.dataset import FileSource, refuse_unfit
+    from hpczero.data.objective import objective_of
     from hpczero.data.plain_formats import is_plain
-    from hpczero.data.plain_source import refuse_unfit_tokens
+    from hpczero.data.plain_source import plain_source, refuse_unfit_tokens
     from hpczero.data.plain_tokens import open_plain_tokens
     from hpczero.data.token_file import open_token_file
 
     if is_plain(path):
         tokens = open_plain_tokens(path, spec.data.validation_fraction)
         refuse_unfit_tokens(tokens, spec)
+        objective_of(spec, plain_source(tokens, spec))  # refuses ids that are not to be had
         train, validation = (len(tokens.splits[split]) for split in ("train", "validation"))
         return Supply(wanted, train, validation, f"tokens of {tokens.form}")
     file = open_token_file(path)
     refuse_unfit(file, spec)
+    objective_of(spec, FileSource(file, spec.text_len, spec.data.documents))
     train, validation = (len(file.splits[split].tokens) for split in ("train", "validation"))
     ids = f"{printable(file.tokenizer)}, {file.vocabulary:,} ids"
     return Supply(wanted, train, validation, ids)
@@ -123,11 +126,16 @@ def _early_end(spec: Spec, found: "Mapping[str, Supply]") -> str:
 
 def _library(spec: Spec, wanted: int) -> Supply:
     """Raise the error that a run would raise once the token file is built."""
-    needed = IDS[spec.data.tokenizer]
+    needed = of_text = IDS[spec.data.tokenizer]
+    special = ""
+    if spec.model.masks:
+        said = spec.data.special_ids
+        needed = max(*said, of_text - 1) + 1 if said else of_text + spec.model.special_tokens
+        special = " and the special tokens of samples"
     if spec.model.vocab < needed:
         raise InputError(
             f'data.source = "stdlib": model.vocab = {spec.model.vocab} is too small for the'
-            f" {needed} ids of the tokenizer '{spec.data.tokenizer}': "
+            f" {of_text} ids of the tokenizer '{spec.data.tokenizer}'{special}: "
             f"set model.vocab = {needed} or more"
         )
     text = "text of the running Python's library, a token file that is made on first use"

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import StrictBool
 
 from hpczero.spec.attention import Attention
-from hpczero.spec.spans import SpanLengths, lengths_within
+from hpczero.spec.spans import FEWEST_SENTINELS, SpanLengths, lengths_within
 from hpczero.spec.table import Factory, Table, key
 
 
@@ -214,6 +214,13 @@ class Model(Table):
     def decoder_blocks(self) -> int:
         """Blocks of the decoder; all of them where there are no two kinds."""
         return self.layers - self.encoder_blocks
+
+    @property
+    def special_tokens(self) -> int:
+        """Ids of samples' special tokens after a vocabulary that has none of them."""
+        if self.family == "t5":
+            return 2 + max(FEWEST_SENTINELS, self.spans(self.seq_len).spans)
+        return 3 if self.family == "bert" else 0
 
     def spans(self, seq_len: int) -> SpanLengths:
         """Return how many tokens of a sequence are text, and masked, in how many spans."""

@@ -51,7 +51,10 @@ class Optimizer(Table):
     )
     momentum: Decay = key(0.95, "changeable", "muon only: decay of the momentum of matrices")
     not_muon: tuple[Line, ...] = key(
-        ("*.bias", "*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"),
+        (
+            *("*.bias", "*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"),
+            *("positions.*", "*relative_attention_bias*"),
+        ),
         "changeable",
         "muon only: names of matrices that AdamW steps, as in a shell",
         strict=False,

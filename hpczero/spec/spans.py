@@ -8,6 +8,8 @@ from bisect import bisect_right
 from functools import lru_cache
 from typing import NamedTuple
 
+FEWEST_SENTINELS = 100  # as many as T5 has, after a vocabulary that lacks them
+
 
 class SpanLengths(NamedTuple):
     text: int  # tokens

@@ -98,6 +98,18 @@ def test_what_needs_no_file_is_said() -> None:
         count_tokens(spec("stdlib", vocab=256))
 
 
+@pytest.mark.parametrize(("family", "needed"), [("bert", 260), ("t5", 359)])
+def test_special_tokens_need_room_before_the_run(family: str, needed: int, corpus: Path) -> None:
+    """In bytes, of the library or of a token file: as the run says it."""
+    for source in ("stdlib", str(corpus)):
+        model = Model(family=family, seq_len=142, vocab=needed)
+        fits = Spec(model=model, data=Data(source=source), train=Train(eval_batches=0))
+        assert count_tokens(fits).problem in ("", count_tokens(spec("stdlib")).problem)
+        narrow = fits.model_copy(update={"model": model.model_copy(update={"vocab": needed - 1})})
+        with pytest.raises(InputError, match=f"set model.vocab = {needed} or more"):
+            count_tokens(narrow)
+
+
 def test_check_says_it(corpus: Path) -> None:
     path = str(spec_file(corpus, corpus.parent))
     done = carried_out(corpus.parent, "check", path)

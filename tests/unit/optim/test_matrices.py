@@ -21,6 +21,7 @@ from hpczero.spec.schema import Model  # noqa: E402
 MUON = Optimizer(name="muon")
 GPT = Model(layers=12, hidden=768, heads=12, vocab=50257, seq_len=1024)
 LLAMA = Model(family="llama", layers=16, hidden=512, heads=8, kv_heads=4, vocab=32000)
+T5 = Model(family="t5", layers=4, vocab=359)
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (8, 5), (6, 6), (3, 7, 4), (1, 9)])
@@ -58,12 +59,12 @@ def test_ranks_have_about_as_much_to_do(model: Model, ranks: tuple[int, int]) ->
     assert sum(loads) == everything
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [GPT, LLAMA, T5], ids=["gpt", "llama", "t5"])
 def test_blocks_have_matrices_and_embeddings_and_the_head_have_none(model: Model) -> None:
     for layer in families.layers(model.model_copy(update={"tied_embeddings": False})):
         for parameter in layer.parameters:
             is_bias = parameter.name.endswith(".bias")  # of a fused map: a row for each section
-            wanted = layer.kind == "blocks" and len(parameter.shape) > 1 and not is_bias
+            wanted = layer.is_block and len(parameter.shape) > 1 and not is_bias
             assert is_matrix(parameter, MUON) == wanted, parameter
 
 
