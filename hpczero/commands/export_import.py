@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpczero import env, safe_files
 from hpczero.checkpoint import directory
@@ -17,15 +18,15 @@ from hpczero.checkpoint.safetensors import WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.shard_file import bar
 from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
-from hpczero.data.special_ids import special_ids
+from hpczero.data.special_ids import ids_of_random_tokens, special_ids
 from hpczero.data.tokenizer import SENTENCEPIECE, Tokenizer
 from hpczero.errors import HpczeroError, InputError
-from hpczero.huggingface.folder import Folder, NewFolder
+from hpczero.huggingface.folder import CONFIG, Folder, NewFolder
 from hpczero.lock import RunLock
 from hpczero.safe_files import make_folders, make_own_folder, written_durably
 from hpczero.spec.data import SPECIAL_TOKENS
 from hpczero.spec.load import differences, load, to_toml
-from hpczero.spec.schema import Spec
+from hpczero.spec.schema import Model, Spec
 from hpczero.text import format_bytes, join_words, printable
 
 _MOST_BYTES = 10**18  # of a file
@@ -80,34 +81,72 @@ def export(options: Namespace) -> int:
 def _new_folder(checkpoint: Checkpoint, options: Namespace) -> NewFolder:
     """Return what belongs to the weights; say so if the run's tokenizer is not at hand."""
     model = checkpoint.model()
+    said, tokenizer = _said_ids(checkpoint, model), None
+    ids = said or _ids_of_random_tokens(checkpoint, model)
     try:
         tokenizer = tokenizer_of_run(checkpoint, options.tokenizer)
         if model.masks:
-            _refuse_unfit_special_ids(checkpoint, tokenizer)
+            known = special_ids(model, tokenizer)
+            own = [known[name] for name in SPECIAL_TOKENS[model.family]]
+            if not said and max(own) < model.vocab:
+                ids = own
+            _refuse_unfit_special_ids(model, tokenizer, own, said)
     except InputError as error:
         if options.tokenizer:
             raise
         print(f"WARN no tokenizer is exported: {error}")
         tokenizer = None
-    said = _said_ids(checkpoint)
-    return NewFolder.of(model, options.architecture, options.dtype, tokenizer, said)
+    if model.family == "bert" and tokenizer and SENTENCEPIECE in tokenizer.files:
+        print(
+            "WARN transformers puts no [CLS] and [SEP] around the texts that it reads by the run's "
+            "SentencePiece model: they are to be put there"
+        )
+    if model.family == "t5" and not ids:
+        print(
+            f"WARN {CONFIG} says decoder_start_token_id = 0, pad_token_id = 0 and eos_token_id = 1,"
+            " as published models of T5 have them: those of the run are not known (--tokenizer "
+            "names its tokenizer)"
+        )
+    return NewFolder.of(model, options.architecture, options.dtype, tokenizer, ids)
 
 
-def _said_ids(checkpoint: Checkpoint) -> list[int]:
-    """Return data.special_ids of the run; none if they are the tokenizer's."""
+def _said_ids(checkpoint: Checkpoint, model: Model) -> list[int]:
+    """Return data.special_ids of the run; none if they are the tokenizer's.
+
+    InputError: they are no ids of the model.
+    """
+    said = _data_of(checkpoint).get("special_ids") if model.masks else None
+    if said is None or said == []:
+        return []
+    are_ids = isinstance(said, list) and all(
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < model.vocab
+        for one in said
+    )
+    if not are_ids or len(said) != 3 or len(set(said)) != 3:
+        raise InputError(
+            f"{printable(str(checkpoint.folder))}: data.special_ids = {printable(str(said), 100)} "
+            f"must be three numbers from 0 to {model.vocab - 1}, the ids of "
+            f"{join_words(list(SPECIAL_TOKENS[model.family]))}"
+        )
+    return list(said)
+
+
+def _ids_of_random_tokens(checkpoint: Checkpoint, model: Model) -> list[int]:
+    data = _data_of(checkpoint)
+    is_random = not data.get("sources") and data.get("source") == "synthetic"
+    return list(ids_of_random_tokens(model)) if model.masks and is_random else []
+
+
+def _data_of(checkpoint: Checkpoint) -> dict[str, Any]:
     data = checkpoint.content.spec.get("data")
-    said = data.get("special_ids") if isinstance(data, dict) else None
-    are_ids = isinstance(said, list | tuple) and all(isinstance(one, int) for one in said)
-    return list(said) if said and are_ids else []
+    return data if isinstance(data, dict) else {}
 
 
-def _refuse_unfit_special_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+def _refuse_unfit_special_ids(
+    model: Model, tokenizer: Tokenizer, own: list[int], said: list[int]
+) -> None:
     """Raise InputError if an exported tokenizer would not mark texts as the run did."""
-    model = checkpoint.model()
-    ids = special_ids(model, tokenizer)
-    marks = SPECIAL_TOKENS[model.family]
-    names, own = join_words(list(marks)), [ids[name] for name in marks]
-    said = _said_ids(checkpoint)
+    names = join_words(list(SPECIAL_TOKENS[model.family]))
     if said and said != own:
         raise InputError(
             f"the run's ids of {names} are {said} (data.special_ids), and those of "
@@ -176,6 +215,11 @@ def _found(
     folder = Folder.read(Path(options.files[0]))
     folder.refuse_another(spec.model)
     found = folder.tensors(stack)
+    if folder.has_embedding_as_head:
+        print(
+            "WARN the head begins as the embedding, which it is in the files, and is trained apart "
+            "from it: hpczero has no shared one with unscaled logits (scale_decoder_outputs)"
+        )
     return found, folder.views(), folder.unused
 
 

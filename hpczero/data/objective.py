@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hpczero.data.masked_samples import Flags, Objective
 from hpczero.data.masking import Masking, SpecialIds
 from hpczero.data.span_corruption import SpanCorruption, SpanIds
-from hpczero.data.special_ids import special_ids
+from hpczero.data.special_ids import ids_of_random_tokens, special_ids
 from hpczero.data.token_source import NO_TOKENIZER, TokenSource
 from hpczero.errors import InputError
 from hpczero.spec.data import SPECIAL_TOKENS
@@ -51,10 +51,8 @@ def _special_ids(spec: Spec, source: TokenSource) -> Sequence[int]:
     if spec.data.special_ids:
         return spec.data.special_ids
     model = spec.model
-    if source.describe()["tokenizer"] == NO_TOKENIZER:  # random tokens: the last ones are as good
-        last = model.vocab - 1
-        before = last - (model.spans(model.seq_len).spans if model.family == "t5" else 1)
-        return before - 1, before, last
+    if source.describe()["tokenizer"] == NO_TOKENIZER:
+        return ids_of_random_tokens(model)
     tokenizer = source.tokenizer()
     names = SPECIAL_TOKENS[model.family]
     if tokenizer is None:

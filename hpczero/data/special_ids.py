@@ -1,5 +1,7 @@
 """Ids of the tokens that samples have beside text: those of a tokenizer, or the next after it."""
 
+from itertools import count, takewhile
+
 from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
 from hpczero.spec.data import SPECIAL_TOKENS
@@ -18,8 +20,8 @@ def special_ids(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     if model.family == "t5":
         needed = model.spans(model.seq_len).spans
         # a tokenizer without any gets T5's hundred, so that ids do not depend on seq_len
-        count = needed if knows(tokenizer, last) else max(needed, FEWEST_SENTINELS)
-        names[2:] = [_sentinel(number) for number in reversed(range(count))]
+        most = needed if knows(tokenizer, last) else max(needed, FEWEST_SENTINELS)
+        names[2:] = [_sentinel(number) for number in reversed(range(most))]
     ids, after = dict[str, int](), tokenizer.vocabulary
     for name in names:
         known = tokenizer.token_to_id(name)
@@ -28,6 +30,18 @@ def special_ids(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
     if model.family == "t5":
         _refuse_gaps(model, tokenizer, ids)
     return ids
+
+
+def sentinels_of(tokenizer: Tokenizer) -> list[str]:
+    """Return the sentinels that a tokenizer has, from the first one on."""
+    return list(takewhile(lambda name: knows(tokenizer, name), map(_sentinel, count())))
+
+
+def ids_of_random_tokens(model: Model) -> tuple[int, int, int]:
+    """Return the ids of the family's `SPECIAL_TOKENS` in samples that are of no text: the last."""
+    last = model.vocab - 1
+    before = last - (model.spans(model.seq_len).spans if model.family == "t5" else 1)
+    return before - 1, before, last
 
 
 def knows(tokenizer: Tokenizer, name: str) -> bool:

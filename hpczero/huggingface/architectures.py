@@ -176,7 +176,12 @@ _T5 = {
     "layer_norm_epsilon": "norm_eps",
 }
 _T5_DEFAULTS = {
+    "vocab_size": 32128,
+    "d_model": 512,
     "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
     "layer_norm_epsilon": 1e-6,

@@ -12,7 +12,6 @@ from typing import Any, Self
 from hpczero.checkpoint.import_safetensors import SourceTensor, tensors_of
 from hpczero.checkpoint.safetensors import INDEX_NAME, WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.views import View
-from hpczero.data.special_ids import special_ids
 from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
 from hpczero.huggingface.architectures import (
@@ -26,7 +25,6 @@ from hpczero.huggingface.config import Config
 from hpczero.huggingface.tensor_names import NAMES, views
 from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
 from hpczero.safe_files import read_small, remove, written_durably
-from hpczero.spec.data import SPECIAL_TOKENS
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Model, Spec
 from hpczero.text import join_words, printable, toml_repr
@@ -35,6 +33,7 @@ CONFIG, _GENERATION = "config.json", "generation_config.json"
 _MOST = 64 << 20  # bytes of a file of JSON
 _SHOWN = 6
 _HEAD = "lm_head.weight"
+_EMBEDDING_OF_T5 = "shared.weight"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -47,6 +46,7 @@ class Folder:
     architecture: Architecture
     model: Model
     unused: list[str] = field(default_factory=list)
+    has_embedding_as_head: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "Folder":
@@ -82,6 +82,10 @@ class Folder:
                     "those that are not the model's"
                 )
             found = renamed
+        is_headless = _HEAD in wanted and _HEAD not in found and _EMBEDDING_OF_T5 in found
+        self.has_embedding_as_head = is_headless and self._ties_unscaled_head()
+        if self.has_embedding_as_head:
+            found[_HEAD] = found[_EMBEDDING_OF_T5]
         unused = [
             name
             for name in found
@@ -89,6 +93,14 @@ class Folder:
         ]
         self.unused += unused
         return {name: tensor for name, tensor in found.items() if name not in unused}
+
+    def _ties_unscaled_head(self) -> bool:
+        """Return True for a T5 whose head is its embedding, and has logits without a scale.
+
+        Version 5 of transformers makes those of version 1.1 so; hpczero trains the two apart.
+        """
+        is_tied = self.config.take("tie_word_embeddings", default=True)
+        return self.model.family == "t5" and is_tied and not self.model.tied_embeddings
 
     def _files(self) -> list[Path]:
         """Return the files that the index names, or the one that there is without an index."""
@@ -141,7 +153,7 @@ class NewFolder:
     model: Model
     dtype: str  # of the weights: fp32, bf16 or fp16
     tokenizer: Tokenizer | None
-    said_ids: Sequence[int]  # of the family's `SPECIAL_TOKENS`, where the run says them
+    special_ids: Sequence[int]  # of the family's `SPECIAL_TOKENS`; none: not known
 
     @classmethod
     def of(
@@ -150,7 +162,7 @@ class NewFolder:
         wanted: str | None,
         dtype: str,
         tokenizer: Tokenizer | None,
-        said_ids: Sequence[int] = (),
+        special_ids: Sequence[int] = (),
     ) -> Self:
         """InputError: no architecture, or not the one that is wanted, is the model."""
         if wanted and wanted not in ARCHITECTURES:
@@ -158,7 +170,7 @@ class NewFolder:
                 f"--architecture {printable(wanted, 60)}: hpczero has "
                 f"{join_words(list(ARCHITECTURES))}"
             )
-        return cls(architecture_for(model, wanted), model, dtype, tokenizer, said_ids)
+        return cls(architecture_for(model, wanted), model, dtype, tokenizer, special_ids)
 
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
@@ -200,12 +212,8 @@ class NewFolder:
 
     def _ids_of_decoder(self) -> dict[str, Any]:
         """Return the ids with which T5's decoder begins and ends, where they are known."""
-        ids = self.said_ids
-        if self.model.family == "t5" and self.tokenizer:
-            known = special_ids(self.model, self.tokenizer)
-            ids = [known[name] for name in SPECIAL_TOKENS["t5"]]
-        if self.model.family != "t5" or not ids:
+        if self.model.family != "t5" or not self.special_ids:
             return {}
-        begin, end, _ = ids
+        begin, end, _ = self.special_ids
         names = "decoder_start_token_id", "pad_token_id", "eos_token_id"
         return dict(zip(names, (begin, begin, end), strict=True))

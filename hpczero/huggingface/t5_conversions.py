@@ -15,11 +15,11 @@ class _Stacks:
     """Blocks of the encoder and of the decoder: as many, if only the first are said."""
 
     def read(self, config: Config, found: Values, defaults: Values) -> dict[str, Any]:
-        encoders = self._count(config, "num_layers", None)
+        encoders = self._count(config, "num_layers", defaults["num_layers"])
         decoders = self._count(config, "num_decoder_layers", encoders)
         return {"encoder_layers": encoders, "layers": encoders + decoders}
 
-    def _count(self, config: Config, name: str, default: int | None) -> int:
+    def _count(self, config: Config, name: str, default: int) -> int:
         count = config.take(name, default)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise config.refusal(name, "it must be a number of blocks")
@@ -66,14 +66,20 @@ class _Head:
     """
 
     def read(self, config: Config, found: Values, defaults: Values) -> dict[str, Any]:
-        is_tied = config.take("tie_word_embeddings", default=True)
-        scales = config.take("scale_decoder_outputs", default=is_tied)
-        if scales is True and is_tied is False:
+        is_tied = self._flag(config, "tie_word_embeddings", default=True)
+        scales = self._flag(config, "scale_decoder_outputs", default=is_tied)
+        if scales and not is_tied:
             raise config.refusal(
                 "scale_decoder_outputs",
                 "hpczero's models scale the logits of a tied head alone (tie_word_embeddings)",
             )
         return {"tied_embeddings": scales}
+
+    def _flag(self, config: Config, name: str, default: bool) -> bool:
+        found = config.take(name, default)
+        if not isinstance(found, bool):
+            raise config.refusal(name, "it must be true or false")
+        return found
 
     def write(self, model: Model) -> dict[str, Any]:
         return {"tie_word_embeddings": model.tied_embeddings}
@@ -83,15 +89,22 @@ class _Sample:
     """Tokens of a sample, which limit no T5, and the ids it generates and is fine-tuned with."""
 
     def read(self, config: Config, found: Values, defaults: Values) -> dict[str, Any]:
-        """Take the longest sample with so many tokens of the encoder."""
+        """Take the longest sample with so many tokens of the encoder.
+
+        It has no more spans than the vocabulary has sentinels for, beside two special tokens and
+        one of text.
+        """
         most = config.take("n_positions", defaults["n_positions"])
-        if not isinstance(most, int) or not 0 < most <= _MOST:
+        if not isinstance(most, int) or isinstance(most, bool) or not 0 < most <= _MOST:
             raise config.refusal("n_positions", f"it must be a number from 1 to {_MOST:,}")
+        vocabulary = found["vocab"]
+        sentinels = vocabulary - 3 if isinstance(vocabulary, int) else most
         default = Model()
         kind = default.masked_fraction, default.span_length
         texts = range(2, 2 * most + 2)
-        fitting = bisect_right(texts, most, key=lambda text: lengths_of(text, *kind).encoder)
-        return {"seq_len": lengths_of(texts[max(0, fitting - 1)], *kind).sample}
+        short = bisect_right(texts, most, key=lambda text: lengths_of(text, *kind).encoder)
+        few = bisect_right(texts, sentinels, key=lambda text: lengths_of(text, *kind).spans)
+        return {"seq_len": lengths_of(texts[max(0, min(short, few) - 1)], *kind).sample}
 
     def write(self, model: Model) -> dict[str, Any]:
         """Return T5's own ids, which are the run's if it has others (`NewFolder`)."""

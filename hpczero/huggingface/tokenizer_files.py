@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hpczero.data.special_ids import knows, special_ids
+from hpczero.data.special_ids import knows, sentinels_of, special_ids
 from hpczero.data.tokenizer import JSON, SETTINGS, ByteTokenizer, Tokenizer
 from hpczero.spec.model import Model
 
@@ -22,11 +22,12 @@ def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
     """Return the tokenizer's own files, and the settings that say which class of
     `transformers` reads them, if it has none.
 
-    Those of a model with masked samples have its special tokens.
+    Those of a model with masked samples have its special tokens; a SentencePiece model has them
+    itself.
     """
     files = dict(tokenizer.files) or {JSON: as_json(byte_tokenizer())}
     if SETTINGS not in files:
-        settings = {
+        settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast" if JSON in files else "LlamaTokenizer",
             "eos_token": tokenizer.end,
             "model_max_length": model.streams(model.seq_len)[0],
@@ -35,7 +36,16 @@ def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
         if JSON not in files:
             settings |= {"legacy": False, "add_bos_token": False, "add_eos_token": False}
         files[SETTINGS] = as_json(settings)
-    return _with_marks(files, tokenizer, model) if model.masks and JSON in files else files
+    if not model.masks:
+        return files
+    if JSON in files:
+        return _with_marks(files, tokenizer, model)
+    settings = _table(files[SETTINGS]) | _ROLES[model.family]
+    if model.family == "t5":
+        # the class that ends texts with </s>; with extra_ids it would add sentinels of its own
+        settings |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
+        settings["extra_special_tokens"] = sentinels_of(tokenizer)
+    return files | {SETTINGS: as_json(settings)}
 
 
 def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:

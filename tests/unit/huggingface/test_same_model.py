@@ -173,12 +173,25 @@ def test_a_t5_of_older_versions_is_the_same(
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_a_head_of_t5_without_a_weight_is_not_the_embedding(
+def test_an_unscaled_head_of_t5_begins_as_the_embedding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Version 5 of transformers ties it, and does not scale its logits."""
+    """Version 5 of transformers ties it when it makes a model of version 1.1."""
     theirs = hugging_face.random_model("T5 1.1")
     theirs.lm_head.weight = theirs.shared.weight
     theirs.save_pretrained(tmp_path)
-    assert imported(tmp_path) == 2
+    assert imported(tmp_path) == 0
+    assert "WARN the head begins as the embedding" in capsys.readouterr().out
+    found = weights(tmp_path / "adopted")
+    assert torch.equal(found["head.logits.weight"], found["embedding.lookup.tokens"])
+    batch = hugging_face.batch_of(theirs)
+    module = built(Folder.read(tmp_path).model, found)
+    _, expected = hugging_face.outcome(theirs, batch)
+    assert (logits_of(module, batch) - expected).abs().max() < 1e-5
+    # older versions do not tie it, and the file lacks it
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["ckpt", "import", "--hf", str(tmp_path), "--spec", str(tmp_path / "spec.toml")]
+    assert cli.main([*command, "-o", str(tmp_path / "other")]) == 2
     assert "lm_head.weight" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,8 @@ from hpczero.errors import InputError
 from hpczero.huggingface.architectures import ARCHITECTURES, architecture_for, differing
 from hpczero.huggingface.config import Config
 from hpczero.model.families import layers
-from hpczero.spec.schema import Model
+from hpczero.spec.rules import contradictions
+from hpczero.spec.schema import Model, Spec
 from tests.support.json_values import json_values
 
 T5 = ARCHITECTURES["T5ForConditionalGeneration"]
@@ -54,6 +56,8 @@ def model_of(published: dict[str, Any], **keys: Any) -> Model:
     return T5.to_model(Config({**published, **keys}, "config.json"))
 
 
+_SIZES = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+
 REFUSED_OF_T5: dict[str, tuple[dict[str, Any], str]] = {
     "no decoder": ({"is_encoder_decoder": False}, "is_encoder_decoder = false"),
     "no block": ({"num_layers": 0}, "num_layers = 0"),
@@ -73,7 +77,12 @@ REFUSED_OF_T5: dict[str, tuple[dict[str, Any], str]] = {
         {"tie_word_embeddings": False, "scale_decoder_outputs": True},
         "scale_decoder_outputs = true",
     ),
-    "text for a scale": ({"scale_decoder_outputs": "no"}, "model.tied_embeddings"),
+    "text for a scale": ({"scale_decoder_outputs": "no"}, 'scale_decoder_outputs = "no"'),
+    "0 for a tied head": (
+        {"tie_word_embeddings": 0, "scale_decoder_outputs": True},
+        "tie_word_embeddings = 0",
+    ),
+    "true for positions": ({"n_positions": True}, "n_positions = true"),
     "endless samples": ({"n_positions": 10**400}, "n_positions"),
     "no sample": ({"n_positions": 0}, "n_positions = 0"),
     "unknown key": ({"router_z_loss_coef": 0.1}, "router_z_loss_coef = 0.1"),
@@ -137,6 +146,22 @@ def test_samples_of_t5_are_no_other_model() -> None:
     assert architecture_for(phase, None).name == "T5ForConditionalGeneration"
     lengths = [model_of(T5_SMALL, n_positions=most).seq_len for most in (1, 46, 47, 1024)]
     assert lengths == [6, 58, 59, 1024 + 229]
+
+
+def test_keys_that_are_missing_are_those_of_transformers() -> None:
+    defaults = transformers.T5Config().to_dict()
+    nothing = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+    sizes = {name: defaults[name] for name in _SIZES}
+    assert T5.to_model(Config(nothing, "config.json")) == model_of({**nothing, **sizes})
+    assert model_of({**nothing, "d_model": 64}).ffn == 2048
+
+
+@pytest.mark.parametrize(("vocab", "spans"), [(384, 381), (4, 1), (32128, 455)])
+def test_a_sample_has_no_more_spans_than_the_vocabulary_sentinels(vocab: int, spans: int) -> None:
+    model = model_of(T5_SMALL, vocab_size=vocab, n_positions=8192)
+    assert model.spans(model.seq_len).spans == spans
+    assert not contradictions(Spec(model=model))
+    assert not contradictions(Spec(model=model_of(T5.to_config(model))))
 
 
 KEYS = [

@@ -1,12 +1,15 @@
 """An exported T5 trains on in `transformers`: its samples, made there, have the run's loss."""
 
+import argparse
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 import transformers
 
 from hpczero import cli
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.data.dataset import open_source
 from hpczero.data.special_ids import special_ids
 from hpczero.data.tokenizer import ByteTokenizer
@@ -66,3 +69,74 @@ def test_the_ids_of_a_run_are_written_where_no_tokenizer_is_known(tmp_path: Path
     assert not (out / "tokenizer.json").exists()
     config = loaded(out).config
     assert (config.decoder_start_token_id, config.pad_token_id, config.eos_token_id) == (7, 7, 8)
+
+
+def ids_of_config(folder: Path) -> tuple[int, int, int]:
+    config = loaded(folder).config
+    return config.decoder_start_token_id, config.pad_token_id, config.eos_token_id
+
+
+def test_a_tokenizer_that_cannot_be_exported_says_its_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A SentencePiece model as Llama's, which has no <pad> and no sentinels."""
+    text = argparse.__file__
+    sentencepiece.SentencePieceTrainer.train(
+        input=text, model_prefix=str(tmp_path / "own"), vocab_size=250, minloglevel=2
+    )
+    tokens = str(tmp_path / "text.h5")
+    build = ["data", "build", "-o", tokens, "--tokenizer", str(tmp_path / "own.model"), text]
+    assert cli.main(build) == 0
+    run, out = random_run(tmp_path, model(), tokens), tmp_path / "out"
+    assert cli.main(["ckpt", "export", str(run), str(out), "--hf"]) == 0
+    said = capsys.readouterr().out
+    assert "WARN no tokenizer is exported: the SentencePiece model of the run lacks some" in said
+    assert "published" not in said
+    assert ids_of_config(out) == (250, 250, 2)
+    spec = load(tmp_path / "spec.toml", ["train.eval_batches=0"]).spec
+    targets = Batches(spec, open_source(spec, lambda value: value), 0, 1).training(1)[0].targets
+    assert set(targets[:, -1].tolist()) == {2}
+
+
+def test_samples_of_random_tokens_say_their_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = random_run(tmp_path, model(), "synthetic"), tmp_path / "out"
+    assert cli.main(["ckpt", "export", str(run), str(out), "--hf"]) == 0
+    assert "published" not in capsys.readouterr().out
+    batch = a_batch(tmp_path / "spec.toml")
+    begin, pad, end = ids_of_config(out)
+    assert {begin} == {pad} == set(batch.tokens[:, model().streams(142)[0]].tolist())
+    assert {end} == set(batch.targets[:, -1].tolist())
+
+
+def test_ids_that_nobody_knows_are_those_of_published_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = random_run(tmp_path, model(), tmp_path / "absent.h5"), tmp_path / "out"
+    assert cli.main(["ckpt", "export", str(run), str(out), "--hf"]) == 0
+    assert (
+        "WARN config.json says decoder_start_token_id = 0, pad_token_id = 0 and eos_token_id = 1, "
+        "as published models of T5 have them"
+    ) in capsys.readouterr().out
+    assert ids_of_config(out) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [-1, 10**20, 3], [1, 2, 2], [1, 2, 400], [1, 2, True], 7])
+def test_damaged_ids_are_one_message(
+    ids: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = random_run(tmp_path, model(), "stdlib", special_ids=(7, 8, 390))
+    opened = Checkpoint.open
+
+    def damaged(path: Path) -> Checkpoint:
+        checkpoint = opened(path)
+        checkpoint.content.spec["data"]["special_ids"] = ids
+        return checkpoint
+
+    monkeypatch.setattr(Checkpoint, "open", damaged)
+    assert cli.main(["ckpt", "export", str(run), str(tmp_path / "out"), "--hf"]) == 2
+    said = capsys.readouterr().err
+    assert f"data.special_ids = {ids} must be three" in said
+    assert "0 to 399, the ids of <pad>, </s> and <extra_id_0>" in said
+    assert not (tmp_path / "out").exists()

@@ -1,16 +1,18 @@
 """An exported tokenizer encodes as the run's: held against `transformers`."""
 
+import argparse
 import json
 import random
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import transformers
 
 from hpczero.cli import main
 from hpczero.data.special_ids import special_ids
 from hpczero.data.token_file import open_token_file
-from hpczero.data.tokenizer import SETTINGS, Tokenizer, from_files, tokenizer
+from hpczero.data.tokenizer import SENTENCEPIECE, SETTINGS, Tokenizer, from_files, tokenizer
 from hpczero.huggingface.tokenizer_files import as_json, signs_of_bytes, tokenizer_files
 from hpczero.spec.model import Model
 from tests.support.inference import model_of, random_run
@@ -139,6 +141,90 @@ def test_a_tokenizer_of_t5_marks_texts_as_in_training(kind: str, tmp_path: Path)
     assert tokenizer_files(again, model) == files
     if kind == "t5":
         assert all(json.loads(files[name]) == json.loads(ours.files[name]) for name in files)
+
+
+PIECES_OF_T5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+
+
+def pieces_of_t5(folder: Path, kind: str) -> Tokenizer:
+    """Return a SentencePiece model with all the tokens that samples of T5 have."""
+    sentencepiece.SentencePieceTrainer.train(
+        input=argparse.__file__,
+        model_prefix=str(folder / "own"),
+        vocab_size=400,
+        minloglevel=2,
+        **PIECES_OF_T5,
+        **{kind: [f"<extra_id_{number}>" for number in range(99, -1, -1)]},
+    )
+    return tokenizer(str(folder / "own.model"))
+
+
+@pytest.mark.parametrize("has_settings", [False, True])
+def test_pieces_of_t5_are_exported_with_settings_by_which_texts_end(
+    has_settings: bool, tmp_path: Path
+) -> None:
+    ours = pieces_of_t5(tmp_path, "control_symbols")
+    if has_settings:
+        said = {"tokenizer_class": "LlamaTokenizer", "add_eos_token": False, "extra_ids": 100}
+        ours = from_files({**ours.files, SETTINGS: as_json({**said, "own": 1})})
+    model = Model(family="t5", seq_len=626, vocab=400)
+    files = tokenizer_files(ours, model)
+    settings = json.loads(files[SETTINGS])
+    found = [settings[key] for key in ("tokenizer_class", "extra_ids", "pad_token", "eos_token")]
+    assert found == ["T5Tokenizer", 0, "<pad>", "</s>"]
+    assert settings["extra_special_tokens"] == [f"<extra_id_{number}>" for number in range(100)]
+    assert settings.get("own") == (1 if has_settings else None)
+    assert files[SENTENCEPIECE] == ours.files[SENTENCEPIECE]
+    again = from_files(files)
+    assert again.end_of_document == ours.end_of_document == 1
+    assert tokenizer_files(again, model) == files
+
+
+@pytest.mark.parametrize("kind", ["control_symbols", "user_defined_symbols"])
+def test_pieces_of_t5_mark_texts_as_in_training(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("google.protobuf", reason="transformers reads SentencePiece models by it")
+    ours = pieces_of_t5(tmp_path, kind)
+    model = Model(family="t5", seq_len=626, vocab=400)
+    ids = special_ids(model, ours)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text('{"model_type": "t5"}')
+    for name, content in tokenizer_files(ours, model).items():
+        (out / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (ids["<pad>"], ids["</s>"]) == (0, 1)
+    assert {name: theirs.convert_tokens_to_ids(name) for name in ids} == ids
+    first, second = (tokens.tolist() for tokens in ours.encode(["def x", "12"]))
+    assert theirs("def x").input_ids == [*first, 1]
+    assert theirs("def x", "12").input_ids == [*first, 1, *second, 1]
+    between = [ids["<extra_id_27>"]]
+    assert theirs("def x<extra_id_27>12").input_ids == [*first, *between, *second, 1]
+    assert theirs.decode([*between, *second, 1], skip_special_tokens=True).strip() == "12"
+    lines = [line for line in Path(argparse.__file__).read_text().splitlines() if line.strip()]
+    for line, tokens in zip(lines, ours.encode(lines), strict=True):
+        assert theirs(line).input_ids == [*tokens.tolist(), 1], line
+    batch = theirs(["def x", "12"], padding=True).input_ids
+    assert batch[1] == [*second, 1] + [0] * (len(first) - len(second))
+
+
+def test_pieces_of_bert_have_its_names_and_no_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        input=argparse.__file__,
+        model_prefix=str(tmp_path / "own"),
+        vocab_size=400,
+        minloglevel=2,
+        control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+    )
+    paths = [str(tmp_path / name) for name in ("own.model", "text.h5", "out")]
+    assert main(["data", "build", "-o", paths[1], "--tokenizer", paths[0], argparse.__file__]) == 0
+    run = random_run(tmp_path, model_of("gpt", family="bert", vocab=400), paths[1])
+    capsys.readouterr()
+    assert main(["ckpt", "export", str(run), paths[2], "--hf"]) == 0
+    assert "WARN transformers puts no [CLS] and [SEP] around" in capsys.readouterr().out
+    settings = json.loads((tmp_path / "out" / SETTINGS).read_text())
+    assert (settings["cls_token"], settings["mask_token"]) == ("[CLS]", "[MASK]")
 
 
 @pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
