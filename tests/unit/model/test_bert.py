@@ -10,6 +10,7 @@ from torch.nn import functional
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
+from tests.support.real_models import real
 
 SMALL: dict[str, Any] = {
     "family": "bert",
@@ -26,18 +27,6 @@ CASES = [
     Model(**SMALL, sentences="order", norm_order="pre", head_dim=5, ffn=11),
 ]
 every_model = pytest.mark.parametrize("model", CASES, ids=range(len(CASES)))
-
-
-def real(model: Model) -> Any:
-    module = build.on_meta(model)
-    parameters = {}
-    for layer in families.layers(model):
-        for parameter in layer.parameters:
-            values = torch.empty(parameter.shape, dtype=torch.float64)
-            build.initial_values(parameter, 1, 0, values)
-            parameters[parameter.name] = torch.nn.Parameter(values)
-    build.install_parameters(module, parameters)
-    return module
 
 
 def batch_of(model: Model, samples: int = 3) -> MicroBatch:

@@ -12,6 +12,7 @@ from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.model.modules import Dropout
 from hpczero.spec.schema import Model
+from tests.support.real_models import real
 
 SMALL: dict[str, Any] = {
     "family": "t5",
@@ -32,18 +33,6 @@ every_model = pytest.mark.parametrize("model", CASES, ids=range(len(CASES)))
 ENCODER, DECODER = CASES[0].streams(33)
 
 
-def real(model: Model) -> Any:
-    module = build.on_meta(model)
-    parameters = {}
-    for layer in families.layers(model):
-        for parameter in layer.parameters:
-            values = torch.empty(parameter.shape, dtype=torch.float64)
-            build.initial_values(parameter, 1, 0, values)
-            parameters[parameter.name] = torch.nn.Parameter(values)
-    build.install_parameters(module, parameters)
-    return module
-
-
 def batch_of(model: Model, samples: int = 3) -> MicroBatch:
     random = torch.Generator().manual_seed(3)
     tokens, targets = (
@@ -54,7 +43,7 @@ def batch_of(model: Model, samples: int = 3) -> MicroBatch:
 
 
 def streams(module: Any, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """What the last block hands on."""
+    """Return both streams as the last block hands them on."""
     x = batch.tokens
     for layer in module.layers()[:-1]:
         x = layer(x, batch)

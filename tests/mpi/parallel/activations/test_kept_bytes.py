@@ -59,7 +59,7 @@ def specs(world: World, family: str) -> Iterator[Spec]:
 
 
 def with_layers(spec: Spec, count: int) -> Spec:
-    """Of a model whose encoder is said to be one block, it is all but one."""
+    """Return the spec with so many blocks; an encoder said to have one has all but one of them."""
     layers = {"layers": count}
     if spec.model.encoder_layers:
         layers["encoder_layers"] = count - 1
