@@ -1,4 +1,6 @@
-"""A run by LAMB, Lion or Muon goes on in another layout, with the optimizer's states."""
+"""A run by LAMB, Lion or Muon goes on in another layout, with the optimizer's states; so do models
+of masked tokens.
+"""
 
 from pathlib import Path
 
@@ -30,7 +32,14 @@ name = "constant"
 [checkpoint]
 every = 4
 """
-RATES = {"lamb": "0.02", "lion": "0.001", "muon": "0.01"}
+T5 = ("family=t5", "layers=5", "masked_fraction=0.3", "span_length=2.0", "dropout=0.1")
+JOBS = {
+    "lamb": ("optimizer.name=lamb", "optimizer.lr=0.02"),
+    "lion": ("optimizer.name=lion", "optimizer.lr=0.001"),
+    "muon": ("optimizer.name=muon", "optimizer.lr=0.01"),
+    "bert": ("model.family=bert", "model.sentences=next", "model.dropout=0.1"),
+    "t5": tuple(f"model.{setting}" for setting in T5),
+}
 LAYOUTS = [
     (2, ("parallel.tensor=2", "zero.stage=0")),
     (3, ("zero.stage=3", "zero.node_shared=false")),
@@ -47,16 +56,17 @@ def run(folder: Path, ranks: int, name: str, *settings: str) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 @pytest.mark.few(1)
-def test_the_steps_after_a_resume_are_those_without_one(name: str, tmp_path: Path) -> None:
+def test_the_steps_after_a_resume_are_those_without_one(
+    job: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
-    optimizer = (f"optimizer.name={name}", f"optimizer.lr={RATES[name]}")
-    whole = run(tmp_path, 1, "whole", *optimizer)
+    whole = run(tmp_path, 1, "whole", *job)
     (first, before), (second, after), (third, last) = LAYOUTS
-    run(tmp_path, first, "parts", *optimizer, *before, "train.steps=4")
-    run(tmp_path, second, "parts", *optimizer, *after, "train.steps=6")
-    parts = run(tmp_path, third, "parts", *optimizer, *last)
+    run(tmp_path, first, "parts", *job, *before, "train.steps=4")
+    run(tmp_path, second, "parts", *job, *after, "train.steps=6")
+    parts = run(tmp_path, third, "parts", *job, *last)
     assert parts == pytest.approx(whole, rel=2e-5)
     assert whole[4:] != pytest.approx(whole[:3], rel=1e-3)
 
