@@ -29,7 +29,7 @@ _LARGEST_ON_CPU = 1 << 25
 _LARGE = 1 << 22  # bytes, to see how groups hold each other up
 _WINDOW = 32 << 20
 _EXCHANGED = 1 << 20  # bytes, beside computing, or more
-_WIDTH = {"cpu": 384, "cuda": 2048}  # of the products meanwhile
+_WIDTH = {"cpu": 256, "cuda": 2048}  # of the products meanwhile
 _FEWEST_PRODUCTS = 8  # that take as long as an exchange
 _LONGER = 2  # times as an exchange
 
