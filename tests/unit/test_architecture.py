@@ -70,6 +70,7 @@ ALLOWED = {
     | {"checkpoint", "hpczero_kernels", ""},
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
+    "runs": {"errors", "safe_files", "spec", "text"},
     "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
     "calibrate": {"errors", "machine", "device", "safe_files", "spec", "comm", "text"}
     | {"planner", "train.setup", "hpczero_kernels"},
@@ -94,6 +95,7 @@ ALLOWED = {
         "model.shapes",
         "model.families",
         "planner",
+        "runs",
         "train",
         "",
     },

@@ -1,0 +1,112 @@
+"""Seconds of every rank, a row for some steps at a time: the files `<run>/rank_times/*.bin`.
+
+Each job of a run writes a file of its own, numbered. It begins with a head (`_HEAD`); a row is the
+first and the last of its steps, and for each rank the sums of `FIELDS` over these steps, as float32.
+A row that is half written, or of steps that a later job computed again, does not count.
+"""
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpczero import safe_files
+from hpczero.runs.columns import Numbers
+
+FOLDER = "rank_times"
+# seconds of all steps in a row; longest: of one of them; taken: the processor was another's;
+# disk: the process waited for one
+FIELDS = ("step", "longest", "compute", "wait", "data", "save", "taken", "disk")
+_MAGIC = b"HPCZRANK"
+_HEAD = struct.Struct("<8sIIII40x")  # magic, version, ranks, fields, unused
+_VERSION = 1
+_STEPS = struct.Struct("<qq")
+_MOST_RANKS = 1_000_000
+_MOST_JOBS = 10_000
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Rows of one job. `of_field`: name -> seconds [rows, ranks]."""
+
+    first: Numbers  # steps of each row
+    last: Numbers
+    ranks: int
+    of_field: Mapping[str, Numbers]
+
+    @property
+    def steps(self) -> Numbers:
+        """Return the number of steps in each row."""
+        return self.last - self.first + 1
+
+    def a_step(self, field: str) -> Numbers:
+        """Return the mean seconds of a step [rows, ranks]."""
+        return self.of_field[field] / self.steps[:, None]
+
+
+def head(ranks: int) -> bytes:
+    return _HEAD.pack(_MAGIC, _VERSION, ranks, len(FIELDS), 0)
+
+
+def row(first: int, last: int, of_ranks: Sequence[Sequence[float]]) -> bytes:
+    """Return a row of sums, each rank's in the order of FIELDS."""
+    return _STEPS.pack(first, last) + np.asarray(of_ranks, dtype="<f4").tobytes()
+
+
+def next_file(run: Path) -> Path:
+    """Return the path of a new job's file."""
+    taken = [int(path.stem) for path in _files(run)]
+    return run / FOLDER / f"{max(taken, default=0) + 1:04}.bin"
+
+
+def read(run: Path) -> list[RankTimes]:
+    """Return the rows of each job that has any, without those of steps that came again later."""
+    jobs: list[RankTimes] = []
+    least = np.inf
+    for path in reversed(_files(run)):
+        job = _read(path)
+        if job is None:
+            continue
+        kept = job.last < least
+        if kept.any():
+            least = min(least, float(job.first[kept].min()))
+            fields = {name: values[kept] for name, values in job.of_field.items()}
+            jobs.append(RankTimes(job.first[kept], job.last[kept], job.ranks, fields))
+    return jobs[::-1]
+
+
+def _files(run: Path) -> list[Path]:
+    try:
+        paths = [path for path in (run / FOLDER).iterdir() if path.suffix == ".bin"]
+    except OSError:
+        return []
+    numbered = [path for path in paths if path.stem.isascii() and path.stem.isdigit()]
+    return sorted(numbered, key=lambda path: int(path.stem))[-_MOST_JOBS:]
+
+
+def _read(path: Path) -> RankTimes | None:
+    try:
+        with os.fdopen(safe_files.open_to_read(path), "rb") as file:
+            begin = file.read(_HEAD.size)
+            if len(begin) < _HEAD.size:
+                return None
+            magic, version, ranks, fields, _ = _HEAD.unpack(begin)
+            if (magic, version) != (_MAGIC, _VERSION) or not 0 < ranks <= _MOST_RANKS:
+                return None
+            if fields != len(FIELDS):
+                return None
+            kind = np.dtype([("steps", "<i8", 2), ("seconds", "<f4", (ranks, fields))])
+            size = os.fstat(file.fileno()).st_size - _HEAD.size
+            if size < kind.itemsize:
+                return None
+            rows = np.memmap(file, kind, "r", _HEAD.size, (size // kind.itemsize,))
+    except (OSError, ValueError):
+        return None
+    first, last = rows["steps"].T
+    sound = (first >= 0) & (last >= first)
+    seconds = np.asarray(rows["seconds"][sound], dtype=np.float64)
+    of_field = {name: seconds[:, :, at] for at, name in enumerate(FIELDS)}
+    return RankTimes(first[sound].astype(float), last[sound].astype(float), ranks, of_field)
