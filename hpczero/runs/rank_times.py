@@ -1,7 +1,7 @@
 """Seconds of every rank, a row for some steps at a time: the files `<run>/rank_times/*.bin`.
 
-Each job of a run writes a file of its own, numbered. It begins with a head (`_HEAD`); a row is the
-first and the last of its steps, and for each rank the sums of `FIELDS` over these steps, as float32.
+Each job of a run writes a file of its own, numbered. It begins with a head (`_HEAD`). A row is the
+first and the last of its steps, and for each rank the sums of `FIELDS` over these steps (float32).
 A row that is half written, or of steps that a later job computed again, does not count.
 """
 
