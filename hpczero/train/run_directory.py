@@ -5,6 +5,7 @@ metrics.jsonl  a line a step
 memory.jsonl   a line of each step whose memory was measured (`memory_account`)
 events.jsonl   start, resume, signal, skip, stop, ...
 summary.json   at the end
+rank_times/    seconds of each rank (`runs.rank_times`)
 trace.json.gz  at the end, if asked for (`tracing`)
 lock           while a run writes
 """
@@ -33,7 +34,7 @@ from hpczero.train.summary import Earlier
 _LEFTOVERS = {"lock", "spec.toml.new", "batch"}  # of a start that ended before it wrote the spec
 _OF_A_RUN = _LEFTOVERS | {
     *("spec.toml", "metrics.jsonl", "memory.jsonl", "events.jsonl", "summary.json"),
-    *("trace.json.gz", "checkpoints", "watch", "stop"),
+    *("trace.json.gz", "checkpoints", "watch", "stop", "rank_times"),
 }
 _KEPT = 10_000
 _LOOK_EVERY = 5.0  # seconds between two looks whether the folder is still there
@@ -116,13 +117,13 @@ class RunDirectory:
         self._restore_if_removed()
         self._metrics.close()
         self._memory.close()
-        kept = _keep_before(step, self.path / "metrics.jsonl")
-        of_memory = _keep_before(step, self.path / "memory.jsonl")
+        kept, again = _keep_before(step, self.path / "metrics.jsonl")
+        of_memory, _ = _keep_before(step, self.path / "memory.jsonl")
         self._metrics = safe_files.append_to(self.path / "metrics.jsonl")
         self._memory = safe_files.append_to(self.path / "memory.jsonl")
         lines = filter(is_of_memory, map(json.loads, of_memory))
         self.fullest = max(lines, key=_held, default=None)
-        return Earlier.of(kept)
+        return Earlier.of(kept, again)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Append a line; as every line, it has the time at which it is written."""
@@ -339,16 +340,17 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return math.inf
 
 
-def _keep_before(step: int, path: Path) -> list[str]:
-    """Keep the lines of the steps before this one, and return them."""
+def _keep_before(step: int, path: Path) -> tuple[list[str], list[str]]:
+    """Keep the lines of the steps before this one; return them, and those of the other steps."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) < step]
+    steps = list(map(_step_of, lines))
+    kept = [line for line, at in zip(lines, steps, strict=True) if at < step]
     with written_durably(path) as file:
         file.write("".join(kept).encode())
-    return kept
+    return kept, [line for line, at in zip(lines, steps, strict=True) if step <= at < math.inf]
 
 
 def is_of_memory(line: Mapping[str, Any]) -> bool:

@@ -31,7 +31,10 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
     hosts = len(set(world.hosts))
     reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
     packages = setup.packages()
-    directory.event("start", ranks=ranks, packages=packages, git=setup.git_state(), mpi=mpi)
+    began = setup.process_began()
+    directory.event(
+        "start", began=began, ranks=ranks, packages=packages, git=setup.git_state(), mpi=mpi
+    )
     if job.user_model:
         memory = f"the memory that {job.spec.model.family} needs"
         if job.layers:

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
+import psutil
 import torch
 
 from hpczero import device, env, kernel_cache, machine
@@ -215,6 +217,12 @@ def places_of_ranks(world: World) -> list[Any] | None:
 def packages() -> dict[str, str | None]:
     versions = {name: env.package_version(name) for name in _PACKAGES}
     return {"python": sys.version.split()[0], "hpczero": env.VERSION} | versions
+
+
+def process_began() -> str:
+    """Return when this process was started, long before it has loaded its libraries."""
+    began = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    return began.isoformat(timespec="milliseconds")
 
 
 def git_state() -> dict[str, object] | None:

@@ -30,9 +30,12 @@ class Earlier:
     first_loss: float | None = None  # of step 1
     final_loss: float | None = None
     validation: dict[str, Any] | None = None  # the newest, with its step
+    lost_steps: int = 0  # that are computed again
+    lost_seconds: float = 0.0  # of them, and of the evaluations after them
 
     @classmethod
-    def of(cls, lines: Iterable[str]) -> "Earlier":
+    def of(cls, lines: Iterable[str], again: Iterable[str] = ()) -> "Earlier":
+        """Read the lines of the steps that count, and of those that are computed `again`."""
         steps = 0
         tokens = 0
         seconds = 0.0
@@ -47,7 +50,12 @@ class Earlier:
                 first_loss = final_loss
             if _number(metrics.get("validation_loss")) is not None:
                 validation = _validation_of(metrics)
-        return cls(steps, tokens, seconds, first_loss, final_loss, validation)
+        lost = list(map(json.loads, again))
+        known = [line.get(key) for line in lost for key in ("step_seconds", "evaluation_seconds")]
+        lost_seconds = sum(_number(seconds) or 0.0 for seconds in known)
+        return cls(
+            steps, tokens, seconds, first_loss, final_loss, validation, len(lost), lost_seconds
+        )
 
 
 @dataclass(frozen=True)

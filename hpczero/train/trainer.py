@@ -33,6 +33,7 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
 from hpczero.train.memory_account import MemoryAccount
 from hpczero.train.process import Deadline, StopRequests, first_reason, seconds_of_save
+from hpczero.train.rank_clock import RankClock
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.saved_states import saved_elements
 
@@ -96,6 +97,9 @@ class Trainer:
         self.step_tokens = spec.train.global_batch * spec.seq_len
         self.skipped = 0  # steps in a row
         self._all_written = True  # all ranks have written their data of the save in flight
+        self._stalled = 0.0  # seconds that the save in flight has held up so far
+        folder = reporter.directory.path if reporter else None
+        self.clock = RankClock(world, spec.train.log_every, folder)
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
@@ -113,6 +117,8 @@ class Trainer:
                         break
             finally:
                 prefetcher.close()
+        self.clock.flush()
+        self.clock.close()
         self.engine.wait_for_weights()
         return outcome
 
@@ -139,6 +145,7 @@ class Trainer:
         trace = self.world.trace
         if self.account:
             self.account.begin_step()
+        self.clock.begin()
         began = time.perf_counter()
         communicated = self.world.ledger.seconds
         with trace.step(step + 1):
@@ -160,20 +167,18 @@ class Trainer:
             "loss": loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "tokens": self.step_tokens,
-            "step_seconds": seconds,
-            "tokens_per_second": self.step_tokens / seconds,
-            "data_seconds": waited,
-            "comm_seconds": in_comm,
-            "compute_seconds": seconds - waited - in_comm,
+            **self._speed(seconds, waited, in_comm),
+            **self._what_varies(result, targets),
         }
-        metrics |= self._what_varies(result, targets)
         self._end_step(step + 1)
+        self.clock.step(step + 1, seconds, in_comm, waited)
         validation = None
         if self._evaluates_after(step) and not asked:
+            began = time.perf_counter()
             with trace.span("evaluation"):
                 validation, asked = self.evaluate(requests)
             metrics |= validation.facts() if validation else {}
+            metrics["evaluation_seconds"] = time.perf_counter() - began
         if self.reporter:
             first = before.first_loss is None
             self._report(self.reporter, metrics, result, validation, first)
@@ -186,6 +191,17 @@ class Trainer:
             self.reporter.directory.memory(memory)
         if step == self.spec.train.steps:
             self.engine.come_together()
+
+    def _speed(self, seconds: float, waited: float, in_comm: float) -> dict[str, float]:
+        """Return the metrics of a step that took so long, and waited for data and for others."""
+        return {
+            "tokens": self.step_tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": self.step_tokens / seconds,
+            "data_seconds": waited,
+            "comm_seconds": in_comm,
+            "compute_seconds": seconds - waited - in_comm,
+        }
 
     def _what_varies(self, result: StepResult, targets: float) -> dict[str, Any]:
         """Return the metrics of a step that not every run has."""
@@ -221,8 +237,10 @@ class Trainer:
     def _save(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
         ends = outcome.state != "running"
+        began = time.perf_counter()
         with self.world.trace.span("save"):
             self.checkpoints.begin(outcome.steps, ends)
+        self._stalled = time.perf_counter() - began
         return self._conclude(outcome) if ends or not self.checkpoints.asynchronous else outcome
 
     def _attempted(self, outcome: Outcome, action: Callable[[Outcome], Outcome]) -> Outcome:
@@ -243,8 +261,11 @@ class Trainer:
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
         reporter = self.reporter
+        began = time.perf_counter()
         run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
         saved, not_removed = self.checkpoints.conclude()
+        stalled = self._stalled + time.perf_counter() - began
+        self.clock.saved(stalled)
         if self.deadline:
             self.deadline.saved(saved.seconds)
         if reporter:
@@ -254,6 +275,7 @@ class Trainer:
                 path=str(saved.path),
                 bytes=saved.size,
                 seconds=saved.seconds,
+                stalled=stalled,
             )
             if not_removed:
                 reporter.event("WARN", what=not_removed, step=outcome.steps)

@@ -66,6 +66,7 @@ ALLOWED = {
     "inference": {"errors", "text", "spec", "machine", "device", "kernel_cache", "comm.group"}
     | {"model", "parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
+    | {"runs.rank_times"}
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
@@ -101,12 +102,8 @@ ALLOWED = {
     },
 }
 PURE = (
+    *("hashing", "model.attention_layouts", "model.shapes", "model.families", "model.work"),
     *(
-        "hashing",
-        "model.attention_layouts",
-        "model.shapes",
-        "model.families",
-        "model.work",
         "planner",
         "comm.grid",
         "comm.trace",
@@ -125,7 +122,7 @@ WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
     *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
-    "commands.init",
+    *("commands.init", "runs"),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
     *("commands.explain", "commands.show"),
