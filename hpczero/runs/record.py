@@ -7,10 +7,10 @@ gap, and one of the `problems`; nothing here raises for it.
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isnan, nan
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hpczero.spec.schema import Spec
 
 _MOST = 64 << 20  # bytes of a summary
 _MOST_EVENTS = 200_000
+_MOST_JOBS = 1_000
 _MARKS = ("spec.toml", "metrics.jsonl", "events.jsonl")
 
 
@@ -127,23 +128,37 @@ def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _jobs(events: Sequence[Mapping[str, Any]], metrics: Columns) -> list[Job]:
+def _first_of_name(events: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {str(event.get("event")): event for event in reversed(events)}
+
+
+def _jobs(events: Sequence[Mapping[str, Any]], metrics: Columns) -> Iterator[Job]:
     begins = [at for at, event in enumerate(events) if event.get("event") == "start"]
-    jobs: list[Job] = []
-    for number, (begin, end) in enumerate(itertools.pairwise([*begins, len(events)]), 1):
-        before = seconds_of(events[end].get(TIME)) if end < len(events) else nan
-        jobs.append(_job(number, events[begin:end], metrics, before))
-    return jobs
+    ends = [*begins[1:], len(events)]
+    of_jobs = [events[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    first = max(0, len(of_jobs) - _MOST_JOBS)
+    for number, (of_job, of_next) in enumerate(itertools.pairwise([*of_jobs[first:], []]), first):
+        yield _job(number + 1, of_job, of_next, metrics)
 
 
-def _job(number: int, events: Sequence[Mapping[str, Any]], metrics: Columns, before: float) -> Job:
-    """Describe the job of these events, which ended `before` a time (NaN: it is the last one)."""
-    of_name = {str(event.get("event")): event for event in events}
+def _job(
+    number: int,
+    events: Sequence[Mapping[str, Any]],
+    of_next: Sequence[Mapping[str, Any]],
+    metrics: Columns,
+) -> Job:
+    """Describe the job of these events; `of_next`: those of the next one, if there was one."""
+    of_name = _first_of_name(events)
+    after = _first_of_name(of_next)
     start = events[0]
     began = seconds_of(start.get(TIME))
+    before = seconds_of(after["start"].get(TIME)) if after else inf
     times = metrics[TIME]
-    its_own = (times >= began) & (times < (float("inf") if isnan(before) else before))
+    its_own = (times >= began) & (times < before)
     signs = [seconds_of(event.get(TIME)) for event in events]
+    # steps that the next job did again have no line any more
+    lost_until = seconds_of(after.get("resume", {}).get("lost_until"))
+    signs += [lost_until] if began <= lost_until < before else []
     signs += [float(times[its_own].max())] if its_own.any() else []
     steps = metrics["step"][its_own]
     resumed = columns.number(of_name.get("resume", {}).get("step"))

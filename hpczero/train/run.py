@@ -234,12 +234,9 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
         for warning in filter(None, (missing, *resumed.warnings)):
             reporter.event("WARN", what=warning)
         if resumed.path:
-            changed: dict[str, Any] = (
-                {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-            )
-            if earlier.lost_steps:
-                changed |= {"lost_steps": earlier.lost_steps, "lost_seconds": earlier.lost_seconds}
-            reporter.event("resume", step=resumed.step, path=str(resumed.path), **changed)
+            changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
+            facts = changed | earlier.lost
+            reporter.event("resume", step=resumed.step, path=str(resumed.path), **facts)
     return resumed.step, earlier
 
 

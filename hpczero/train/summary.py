@@ -32,6 +32,7 @@ class Earlier:
     validation: dict[str, Any] | None = None  # the newest, with its step
     lost_steps: int = 0  # that are computed again
     lost_seconds: float = 0.0  # of them, and of the evaluations after them
+    lost_until: str | None = None  # when the last of them had been done
 
     @classmethod
     def of(cls, lines: Iterable[str], again: Iterable[str] = ()) -> "Earlier":
@@ -53,9 +54,17 @@ class Earlier:
         lost = list(map(json.loads, again))
         known = [line.get(key) for line in lost for key in ("step_seconds", "evaluation_seconds")]
         lost_seconds = sum(_number(seconds) or 0.0 for seconds in known)
-        return cls(
-            steps, tokens, seconds, first_loss, final_loss, validation, len(lost), lost_seconds
-        )
+        lost_until = max((str(line.get("time", "")) for line in lost), default=None)
+        whole = first_loss, final_loss, validation
+        return cls(steps, tokens, seconds, *whole, len(lost), lost_seconds, lost_until)
+
+    @property
+    def lost(self) -> dict[str, Any]:
+        """Return what is lost as facts of an event; nothing if nothing is."""
+        if not self.lost_steps:
+            return {}
+        names = "lost_steps", "lost_seconds", "lost_until"
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
