@@ -119,6 +119,12 @@ VERBS = {
         flag("-f --follow", "keep printing new output until no job is left"),
         argument("--rank R", "the node of this rank, and the lines that name it", type=int),
     ),
+    "blame": verb(
+        "hpczero.commands.blame:blame",
+        "say which rank a run waits for, or waited for, and in what; which rank is slow, and why",
+        RUN,
+        JSON,
+    ),
     "data": verb_group("work with training data", "Work with training data.", DATA_VERBS),
     "ckpt": verb_group(
         "inspect checkpoints", "Inspect checkpoints, without MPI and torch.", CHECKPOINT_VERBS

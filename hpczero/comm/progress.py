@@ -94,13 +94,14 @@ class Work:
 
     def wait(self) -> None:
         if not self.done:
-            begun = time.perf_counter()
+            begun, processor = time.perf_counter(), time.thread_time()
             if not self.ended:
                 self._progress.finish(self)
             if self._mark:
                 self._mark.order()
                 self.tensors = ()  # whatever takes their memory comes later in the device, too
             self._entry.seconds += time.perf_counter() - begun
+            self._progress.spun += time.thread_time() - processor
         self._progress.check()
 
     def host_sync(self) -> None:
@@ -154,6 +155,7 @@ class Progress:
         self.lock: threading.RLock = whole.lock if whole else threading.RLock()
         self.is_crowded: bool = whole.is_crowded if whole else False
         self.trace = Trace()
+        self.spun = 0.0  # seconds of processor time in waits: a rank that waits may well spin
         self._request_class = mpi.Request
         self._failure = mpi.Exception
         self._library = mpi.get_vendor()[0]

@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ _CHANGED = struct.Struct("<d")
 # Since when (0: it does not wait), entry of the group (-1: none), number, label.
 _WAIT = struct.Struct("<dqQ64s")
 _ENTRY = struct.Struct("<Q40s")  # identity of the group (0: free), axis
-_RECORD = struct.Struct("<QQQ64s")  # number (0: none), code, history, label
+_RECORD = struct.Struct("<QQQd64s")  # number (0: none), code, history, when, label
 _STEP_AT, _CHANGED_AT, _WAIT_AT, _ENTRIES_AT = 24, 32, 40, 128
 _RECORDS = 64  # operations of a group: more than are mostly started in one go
 _ENTRY_SIZE = 64
@@ -129,8 +129,9 @@ class Status:
         code, label = signature
         history = self._history[entry] = hash((self._history[entry], code)) & _MASK
         at = _history_at(entry) + number % _RECORDS * _RECORD.size
-        _RECORD.pack_into(self.slot, at, number, code, history, label)
-        _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
+        now = time.monotonic()
+        _RECORD.pack_into(self.slot, at, number, code, history, now, label)
+        _CHANGED.pack_into(self.slot, _CHANGED_AT, now)
 
     def begin_wait(
         self, point: WaitPoint, missing: Callable[[], Sequence[int]] | None = None
@@ -160,6 +161,7 @@ class Operation:
     code: int
     label: str
     history: int = 0  # a hash of what the group has started up to this one
+    ago: float = 0.0  # seconds since this rank has started it
 
 
 @dataclass(frozen=True)
@@ -175,20 +177,25 @@ class RankState:
     waits_in: str  # in words; "" if it does not wait
     # Identity of the group -> its last operations, oldest first.
     started: dict[str, list[Operation]] = field(default_factory=dict)
+    group: str = ""  # in whose operation it waits, which has the `number`; "": in no operation
+    number: int = 0
+    axis: str = ""
 
     @classmethod
-    def published(cls, facts: Mapping[str, Any], ago: float) -> "RankState":
-        """Return a state that was written as `asdict` gives it, `ago` seconds ago.
-
-        Nothing has happened since, or it would have been written again.
-        """
+    def of(cls, facts: Mapping[str, Any]) -> "RankState":
+        """Return a state that was written as `asdict` gives it."""
         started = {
-            group: [Operation(**operation) for operation in operations]
+            str(group): [Operation(**operation) for operation in operations]
             for group, operations in facts["started"].items()
         }
-        waited = None if facts["waited"] is None else facts["waited"] + ago
-        changed = {"started": started, "idle": facts["idle"] + ago, "waited": waited}
+        waited = None if facts["waited"] is None else float(facts["waited"])
+        changed = {"started": started, "idle": float(facts["idle"]), "waited": waited}
         return cls(**{**facts, **changed})
+
+    def older(self, ago: float) -> "RankState":
+        """Return the state `ago` seconds later, if nothing has happened since."""
+        waited = None if self.waited is None else self.waited + ago
+        return replace(self, idle=self.idle + ago, waited=waited)
 
     @property
     def resting(self) -> float:
@@ -206,17 +213,25 @@ def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
     for position in range(_ENTRIES) if whole else ():
         name, _ = _ENTRY.unpack_from(slot, _entry_at(position))
         if name:
-            started[str(name)] = _operations(slot, position)
-    axis = _text(_ENTRY.unpack_from(slot, _entry_at(entry))[1]) if 0 <= entry < _ENTRIES else ""
+            started[str(name)] = _operations(slot, position, now)
+    group, axis = "", ""
+    if 0 <= entry < _ENTRIES:
+        name, word = _ENTRY.unpack_from(slot, _entry_at(entry))
+        group, axis = str(name), _text(word)
     place = in_words(_text(label), axis, number)
     waited = now - since if since else None
-    return RankState(pid, namespace, stacks, step, now - changed, waited, place, started)
+    done = pid, namespace, stacks, step, now - changed
+    return RankState(*done, waited, place, started, group, number, axis)
 
 
-def _operations(slot: memoryview, entry: int) -> list[Operation]:
+def _operations(slot: memoryview, entry: int, now: float) -> list[Operation]:
     """Return the operations recorded for a group, oldest first."""
     records = _RECORD.iter_unpack(slot[_history_of(entry)])
-    kept = [Operation(n, code, _text(label), history) for n, code, history, label in records if n]
+    kept = [
+        Operation(number, code, _text(label), history, now - when)
+        for number, code, history, when, label in records
+        if number
+    ]
     return sorted(kept, key=lambda operation: operation.number)
 
 

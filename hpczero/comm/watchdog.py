@@ -1,14 +1,13 @@
 """The watchdog: a thread of every rank that ends the job, and says why, when a rank waits too long.
 
 It calls no MPI. Ranks of one node read each other's slots (`status`) in a window that they share.
-Where nothing has happened on a rank for half of the time allowed, its node writes what its ranks
-are doing to <folder>/node-<number>.json. So ranks of other nodes, when their time is up, know what
+Where nothing has happened on a rank for unusually long, its node writes what its ranks are doing to
+<folder>/node-<number>.json (`node_file`). So ranks of other nodes, when their time is up, know what
 the rank that they miss is doing. Without a folder they know its name only.
 
 When the time is up, one rank of the node reports: the operation, who is in it and who is not, and
-the stacks of all threads of the rank that waits and of those missing that run on its node. For
-these, every rank writes its stacks to a file of its own in memory on SIGRTMIN+5, which works
-wherever the rank is stuck. Where there is a folder, one node of the job prints its report, and all
+the stacks of all threads of the rank that waits and of those missing that run on its node
+(`stacks`). Where there is a folder, one node of the job prints its report, and all
 nodes write theirs to <folder>/node-<number>.txt. Then the process ends with code 1, and the
 launcher ends the others; those that it does not reach end themselves.
 
@@ -18,9 +17,7 @@ Files are written by a thread of their own, as a file server may not answer. A r
 """
 
 import contextlib
-import faulthandler
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -28,24 +25,24 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hpczero.comm import verdict
+from hpczero.comm import node_file, stacks, verdict
+from hpczero.comm.node_file import NodeFile
+from hpczero.comm.stacks import StacksFile
 from hpczero.comm.status import RankState, Status, Wait, in_words, process_namespace, read
 from hpczero.comm.verdict import Question
 from hpczero.errors import InputError
-from hpczero.safe_files import make_own_folder, remove, rename, write_new, write_text
+from hpczero.safe_files import make_own_folder, remove, write_new
 
-DUMP_STACKS = signal.SIGRTMIN + 5
-_STACKS = "hpczero-stacks"
 _ENDED = "its process has ended"
 _STOPPED = "its process is stopped (by a signal or a debugger)"
 _BLOCKED = "its process waits for a disk or a file server"
 _PROCESS_STATES = {"Z": _ENDED, "X": _ENDED, "T": _STOPPED, "t": _STOPPED, "D": _BLOCKED}
 _ASKED_FOR_STACKS = 4  # missing ranks
-_WRITING = 1.0  # seconds that a rank gets to write its stacks
+_QUIET = 20.0  # seconds after which a node says what its ranks are doing
+_LONGER = 3  # times the longest that its ranks have done nothing before
 _REPORTING = 6.0  # seconds that the rank that reports gets before the others of its node end, too
 # Seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends
 # the job.
@@ -80,12 +77,16 @@ class Watch:
         self._published: set[int] = set()  # ranks that rested at the last look
         self._suspected: Wait | None = None
         self._done = threading.Event()
-        self._stacks = os.fdopen(os.memfd_create(_STACKS), "r+b", buffering=0)
-        faulthandler.register(DUMP_STACKS, self._stacks, all_threads=True)
+        self._stacks = StacksFile(stacks.DUMP)
         status.identify(self._stacks.fileno())
+        is_free = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        self._asked = StacksFile(signal.SIGUSR1) if is_free else None
+        self._answered = 0  # bytes in that file at the last look
+        self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
+        self._rested: dict[int, float] = {}  # at the last look
         if folder and self._rank == min(slots):
-            remove(self._file("json"))
-            remove(self._file("txt"))
+            for ending in ("json", "txt"):
+                remove(node_file.path_of(folder, self._node, ending))
             if member == members[0]:
                 remove(folder / "report")
         status.explain = self.explain
@@ -104,8 +105,9 @@ class Watch:
         for thread in self._threads:
             thread.join(_REPORTING)
         self._status.explain = str
-        faulthandler.unregister(DUMP_STACKS)
         self._stacks.close()
+        if self._asked:
+            self._asked.close()
 
     def explain(self) -> str:
         """Say what the other ranks are doing, for an error of the operation this rank is in."""
@@ -168,52 +170,45 @@ class Watch:
         if not self._folder:
             return states
         for node in {member.node for member in self._members.values()} - {self._node}:
-            written = self._published_by(node)
-            ago = max(0.0, time.time() - written["at"])
-            published = written["states"].items()
-            states |= {int(rank): RankState.published(facts, ago) for rank, facts in published}
+            written = node_file.read(node_file.path_of(self._folder, node))
+            # nothing has happened there since, or it would have been written again
+            ago = max(0.0, time.time() - written.at)
+            states |= {rank: state.older(ago) for rank, state in written.states.items()}
         return states
 
-    def _published_by(self, node: int) -> dict[str, Any]:
-        try:
-            return json.loads(self._file("json", node).read_text())
-        except (OSError, ValueError):
-            return {"at": 0.0, "states": {}, "stacks": {}}
-
     def _publish(self) -> None:
-        """Write the node's file, when more ranks than before have long done nothing.
+        """Write the node's file where more ranks than before have long done nothing, or if asked.
 
         One rank of them writes; a rank that waits is able to.
         """
+        if self._asked and self._asked.size() > self._answered:
+            self._answered = self._asked.size()
+            self.record(f"rank {self._rank} was asked (SIGUSR1)")
         states = self._states_on_node(whole=False)
-        resting = {rank for rank, state in states.items() if state.resting > self._seconds / 2}
+        for rank, state in states.items():
+            if state.resting < self._rested.get(rank, 0.0):
+                self._longest = max(self._longest, self._rested[rank])
+            self._rested[rank] = state.resting
+        patience = min(self._seconds / 2, max(_QUIET, _LONGER * self._longest))
+        resting = {rank for rank, state in states.items() if state.resting > patience}
         is_more = not resting <= self._published
         self._published = resting
         if not is_more:
             return
         writer = min(resting, key=lambda rank: (states[rank].waited is None, rank))
-        if writer != self._rank:
+        if writer == self._rank:
+            silent = [rank for rank in sorted(resting) if states[rank].waited is None]
+            words = f"nothing new for {patience:.0f} s on {len(resting)} of {len(states)} ranks"
+            self.record(words, silent)
+
+    def record(self, reason: str, of_ranks: Sequence[int] | None = None) -> None:
+        """Write what the node's ranks are doing, with the stacks of some (None: all) of them."""
+        if self._folder is None:
             return
         states = self._states_on_node()
-        silent = [rank for rank in sorted(resting) if states[rank].waited is None]
-        facts = {
-            "at": time.time(),
-            "states": {rank: asdict(state) for rank, state in states.items()},
-            "stacks": self._stacks_of(silent, states),
-        }
-        self._write(self._file("json"), json.dumps(facts))
-
-    def _file(self, ending: str, node: int | None = None) -> Path:
-        assert self._folder
-        return self._folder / f"node-{self._node if node is None else node:04}.{ending}"
-
-    def _write(self, path: Path, text: str) -> None:
-        """Write the whole file or nothing; a folder that fails must not keep the job alive."""
-        new = path.with_name(f".{path.name}.{self._rank}")
-        with contextlib.suppress(OSError, InputError):
-            make_own_folder(path.parent)
-            write_text(new, text)
-            rename(new, path)
+        stacks_of_ranks = self._stacks_of(sorted(states) if of_ranks is None else of_ranks, states)
+        written = NodeFile(time.time(), reason, states, stacks_of_ranks)
+        node_file.write(node_file.path_of(self._folder, self._node), written, self._rank)
 
     # -------------------------------------------------------------------------------- the report
 
@@ -227,7 +222,10 @@ class Watch:
         if self._is_first_node():
             print(words, file=sys.stderr, flush=True)
         if self._folder:
-            self._write(self._file("txt"), words)
+            path = node_file.path_of(self._folder, self._node, "txt")
+            node_file.write_whole(path, words, self._rank)
+            waits_in = self._status.in_words(wait.point)
+            self.record(f"the watchdog ended the job: rank {self._rank} waited in {waits_in}")
 
     def _speaker(self) -> str:
         return f"hpczero: rank {self._rank} on {self._members[self._rank].host}"
@@ -239,7 +237,7 @@ class Watch:
         """
         try:
             # Stays open, and so locked, until the end.
-            self._claim = open(_stacks_file(states[min(self._slots)]), "rb")  # noqa: SIM115
+            self._claim = open(stacks.file_of(states[min(self._slots)]), "rb")  # noqa: SIM115
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -281,24 +279,24 @@ class Watch:
         lines += verdict.account(question, judged, states, hosts, notes)
         missing = (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)
         wrong = dict.fromkeys([*suspects, *(rank for rank in judged if judged[rank] in missing)])
-        stacks = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states)
-        for rank, text in (stacks | self._stacks_elsewhere(wrong)).items():
+        texts = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states)
+        for rank, text in (texts | self._stacks_elsewhere(wrong)).items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
         return "\n".join(lines)
 
     def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> dict[int, str]:
         asked = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
-        written = _ask_for_stacks([states[rank] for rank in asked])
-        return {rank: stacks for rank, stacks in zip(asked, written, strict=True) if stacks}
+        written = stacks.ask([states[rank] for rank in asked])
+        return {rank: text for rank, text in zip(asked, written, strict=True) if text}
 
     def _stacks_elsewhere(self, ranks: Collection[int]) -> dict[int, str]:
         if not self._folder:
             return {}
-        stacks: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for node in {self._members[rank].node for rank in ranks} - {self._node}:
-            published = self._published_by(node)["stacks"]
-            stacks |= {int(rank): text for rank, text in published.items() if int(rank) in ranks}
-        return stacks
+            published = node_file.read(node_file.path_of(self._folder, node)).stacks
+            texts |= {rank: text for rank, text in published.items() if rank in ranks}
+        return texts
 
     def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
         """Return the ranks of this node that have not come and never will."""
@@ -321,49 +319,6 @@ class Watch:
 def _leave_late() -> None:
     time.sleep(_REPORTING)
     os._exit(1)
-
-
-def _stacks_file(state: RankState) -> str:
-    """Name the file for the stacks of a process of this node, if the id still is that process's."""
-    path = f"/proc/{state.pid}/fd/{state.stacks}"
-    if state.namespace != process_namespace() or _STACKS not in os.readlink(path):
-        raise FileNotFoundError(path)
-    return path
-
-
-def _ask_for_stacks(states: Sequence[RankState]) -> list[str]:
-    """Return the stacks of all threads of these processes.
-
-    All have the same short time to write them; "" for one that does not, or cannot be asked.
-    """
-    with contextlib.ExitStack() as files:
-        answers = [_ask(state, files) for state in states]
-        deadline = time.monotonic() + _WRITING
-        return [_read_once_written(*answer, deadline) if answer else "" for answer in answers]
-
-
-def _ask(state: RankState, files: contextlib.ExitStack) -> tuple[int, int] | None:
-    """Ask for stacks; return the descriptor to read them from, and where they begin."""
-    try:
-        descriptor = os.open(_stacks_file(state), os.O_RDONLY | os.O_CLOEXEC)
-        files.callback(os.close, descriptor)
-        begin = os.lseek(descriptor, 0, os.SEEK_END)
-        os.kill(state.pid, DUMP_STACKS)
-    except OSError:
-        return None
-    return descriptor, begin
-
-
-def _read_once_written(descriptor: int, begin: int, deadline: float) -> str:
-    size = begin
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        before = size
-        size = os.fstat(descriptor).st_size
-        if size == before > begin:
-            break
-    written = os.pread(descriptor, size - begin, begin).decode(errors="replace")
-    return "\n\n".join(thread for thread in written.split("\n\n") if f'"{__file__}"' not in thread)
 
 
 def _process(state: RankState) -> str:

@@ -220,6 +220,8 @@ class World(Nodes):
             time.sleep(HEAD_START)
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
+        if self._watch:
+            self._watch.record(f"rank {self.rank} failed: {type(error).__name__}: {error}", [])
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
         self.say(f"{kind}{error}{place}")
         if isinstance(error, InputError):

@@ -18,7 +18,8 @@ from hpczero.runs.columns import Numbers
 
 FOLDER = "rank_times"
 # seconds of all steps in a row; longest: of one of them; wait: for other ranks; save: after the
-# steps; processor: of the main thread; taken: it could have run, and another had its processor
+# steps; processor: of the main thread, but for its waits; taken: it could have run, and another one
+# had its processor
 FIELDS = ("step", "longest", "compute", "wait", "data", "save", "processor", "taken")
 _MAGIC = b"HPCZRANK"
 _HEAD = struct.Struct("<8sIIII40x")  # magic, version, ranks, fields, unused

@@ -1,8 +1,8 @@
 """Seconds of each rank, gathered every `train.log_every` steps into `<run>/rank_times`.
 
 A step's seconds are those in which the rank waited for others, waited for data, and computed. Of
-the main thread the processor time is kept, too, and the time in which it could have run but another
-one had its processor: so a rank that computes longer than others tells why.
+computing the main thread's processor time is kept, too, and of the step the time in which it could
+have run but another one had its processor: so a rank that computes longer than others tells why.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class RankClock:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._processor = time.thread_time()
+        self._processor = self._processor_time()
         self._taken = self._waited_for_processor()
 
     def step(self, step: int, seconds: float, wait: float, data: float) -> None:
@@ -48,7 +48,7 @@ class RankClock:
         sums["compute"] += seconds - wait - data
         sums["wait"] += wait
         sums["data"] += data
-        sums["processor"] += time.thread_time() - self._processor
+        sums["processor"] += self._processor_time() - self._processor
         sums["taken"] += self._waited_for_processor() - self._taken
         self._first = self._first or step
         self._last = step
@@ -86,6 +86,9 @@ class RankClock:
             if file is not None:
                 os.close(file)
         self._file = self._schedule = None
+
+    def _processor_time(self) -> float:
+        return time.thread_time() - self._world.progress.spun
 
     def _waited_for_processor(self) -> float:
         if self._schedule is None:

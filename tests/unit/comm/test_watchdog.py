@@ -21,6 +21,7 @@ def test_the_nodes_file_is_written_by_a_rank_that_waits_not_by_one_that_is_stuck
     watch = object.__new__(Watch)
     watch._seconds, watch._published, watch._rank, watch._node = 2.0, set(), rank, 0
     watch._folder = tmp_path / "watch"
+    watch._asked, watch._rested, watch._longest = None, {}, 0.0
     watch._states_on_node = lambda whole=True: states
     watch._stacks_of = lambda ranks, states: {}
     watch._publish()

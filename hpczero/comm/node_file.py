@@ -1,0 +1,72 @@
+"""What the ranks of a node are doing, in a file: `<run>/watch/node-0000.json`.
+
+A rank of the node writes it when they have done nothing new for long, when a rank fails, and when
+one is asked to (SIGUSR1). The other nodes read it to tell whom they wait for; `hpczero blame` reads
+it after the job has ended, whatever ended it.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpczero.comm.status import RankState
+from hpczero.errors import InputError
+from hpczero.safe_files import make_own_folder, read_small, rename, write_text
+
+FOLDER = "watch"
+_MOST = 256 << 20  # bytes that are read of a file
+_MOST_OPERATIONS = 16  # of each group, in a file
+
+
+@dataclass(frozen=True)
+class NodeFile:
+    """`at`: when it was written, in seconds since 1970; stacks of some of the ranks."""
+
+    at: float
+    reason: str
+    states: Mapping[int, RankState]
+    stacks: Mapping[int, str]
+
+
+NOTHING = NodeFile(0.0, "", {}, {})
+
+
+def path_of(folder: Path, node: int, ending: str = "json") -> Path:
+    return folder / f"node-{node:04}.{ending}"
+
+
+def write(path: Path, file: NodeFile, writer: int) -> None:
+    states = {rank: _facts(state) for rank, state in file.states.items()}
+    facts = {"at": file.at, "reason": file.reason, "states": states, "stacks": file.stacks}
+    write_whole(path, json.dumps(facts), writer)
+
+
+def write_whole(path: Path, text: str, writer: int) -> None:
+    """Write the whole file or nothing; a folder that fails must not keep the job alive."""
+    new = path.with_name(f".{path.name}.{writer}")
+    with contextlib.suppress(OSError, InputError):
+        make_own_folder(path.parent)
+        write_text(new, text)
+        rename(new, path)
+
+
+def read(path: Path) -> NodeFile:
+    """Return the file's content; NOTHING where there is none, or no such content."""
+    try:
+        facts = json.loads(read_small(path, _MOST))
+        return NodeFile(
+            float(facts["at"]),
+            str(facts["reason"]),
+            {int(rank): RankState.of(state) for rank, state in facts["states"].items()},
+            {int(rank): str(text) for rank, text in facts["stacks"].items()},
+        )
+    except (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return NOTHING
+
+
+def _facts(state: RankState) -> dict[str, Any]:
+    started = {group: last[-_MOST_OPERATIONS:] for group, last in state.started.items()}
+    return asdict(replace(state, started=started))

@@ -1,0 +1,170 @@
+"""`hpczero blame`: which rank a run waits for, or waited for, and in what; from its files alone."""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpczero.comm import node_file, verdict
+from hpczero.comm.node_file import NodeFile
+from hpczero.comm.status import RankState
+from hpczero.comm.verdict import Question
+from hpczero.commands.jobs import run_named
+from hpczero.runs.record import Run, read_run
+from hpczero.runs.stragglers import Straggler, stragglers
+from hpczero.text import format_duration, join_words, printable
+
+_SLACK = 2.0  # seconds between clocks of nodes
+_MOST_STACKS = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The rank or ranks that the others wait for, and the words that say it."""
+
+    ranks: Sequence[int]
+    words: str
+    details: Sequence[str] = ()
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    at: float = 0.0  # when the ranks' states were written
+
+
+def blame(options: Namespace) -> int:
+    run = read_run(run_named(options.run))
+    files = states_of(run)
+    finding = find(run, files) if files else None
+    slow = stragglers(run)
+    if options.json:
+        print(json.dumps(_as_data(finding, slow), indent=2))
+        return 0
+    if finding:
+        ago = format_duration(max(0.0, time.time() - finding.at))
+        print(f"{finding.words}\nAs the ranks' own record says, written {ago} ago.")
+        print("\n".join(finding.details))
+        for rank, stack in list(finding.stacks.items())[:_MOST_STACKS]:
+            print(f"\nstacks of rank {rank}:")
+            print("\n".join(printable(line) for line in stack.rstrip().splitlines()))
+    for one in slow:
+        print(one.words)
+    if not finding and not slow:
+        print(
+            "no rank is behind: none has recorded that the ranks did nothing for long, and none is "
+            "slower than the others. kill -USR1 PID of any rank records what they do now"
+        )
+    return 0
+
+
+def states_of(run: Run) -> list[NodeFile]:
+    """Return what the nodes of the newest job have written."""
+    began = run.jobs[-1].began if run.jobs else 0.0
+    try:
+        paths = sorted((run.path / node_file.FOLDER).glob("node-*.json"))
+    except OSError:
+        return []
+    files = [node_file.read(path) for path in paths]
+    return [file for file in files if file.states and file.at >= began - _SLACK]
+
+
+def find(run: Run, files: Sequence[NodeFile]) -> Finding:
+    """Say who is behind; each state is brought to the time of the newest file."""
+    newest = max(file.at for file in files)
+    states = {
+        rank: state.older(max(0.0, newest - file.at))
+        for file in files
+        for rank, state in file.states.items()
+    }
+    stacks = {rank: text for file in files for rank, text in file.stacks.items()}
+    reasons = list(dict.fromkeys(printable(file.reason) for file in files))
+    hosts = _hosts(run, states)
+    waiting = [rank for rank, state in states.items() if state.waited is not None]
+    if not waiting:
+        busy = ", ".join(_at(rank, states[rank]) for rank in sorted(states)[:8])
+        words = f"No rank waits for another one: {busy}. ({join_words(reasons)})"
+        return Finding([], words, (), stacks, newest)
+    asking = max(waiting, key=lambda rank: _weight(states, rank))
+    question = _question(asking, states)
+    judged = verdict.judge(question, states)
+    behind = verdict.suspects(question, judged, states, _missing(run, states))
+    details = verdict.account(question, judged, states, hosts, {})
+    words = _paragraph(question, behind, states, hosts) + f" ({join_words(reasons)})"
+    chosen = {rank: stacks[rank] for rank in [*behind, asking] if rank in stacks}
+    return Finding(behind, words, [printable(line) for line in details], chosen, newest)
+
+
+def _weight(states: Mapping[int, RankState], rank: int) -> tuple[bool, float]:
+    """Order the waits by how much they tell: one in which another rank differs, then the longest.
+
+    Ranks that wait for such a one in turn have waited for less long.
+    """
+    judged = verdict.judge(_question(rank, states), states)
+    return verdict.DIFFERENT in judged.values(), states[rank].waited or 0.0
+
+
+def _question(rank: int, states: Mapping[int, RankState]) -> Question:
+    state = states[rank]
+    if not state.group:
+        return Question(state.waits_in, rank, sorted(states))
+    ranks = sorted(other for other in states if state.group in states[other].started)
+    started = state.started.get(state.group, [])
+    where = state.waits_in, rank, ranks or [rank], state.group, state.axis
+    return Question(*where, state.number, started)
+
+
+def _missing(run: Run, states: Mapping[int, RankState]) -> list[int]:
+    """Return the ranks of the job of which no node has written anything."""
+    ranks = range(len(run.jobs[-1].ranks)) if run.jobs else range(0)
+    return [rank for rank in ranks if rank not in states]
+
+
+def _hosts(run: Run, states: Mapping[int, RankState]) -> dict[int, str]:
+    ranks = run.jobs[-1].ranks if run.jobs else []
+    named = {one.get("rank"): printable(str(one.get("host"))) for one in ranks}
+    every = {*states, *range(len(ranks))}
+    return {rank: named.get(rank, "an unknown host") for rank in every}
+
+
+def _at(rank: int, state: RankState) -> str:
+    step = f"step {state.step}, " if state.step >= 0 else ""
+    return f"rank {rank} ({step}in no operation for {state.idle:.0f} s)"
+
+
+def _paragraph(
+    question: Question,
+    behind: Sequence[int],
+    states: Mapping[int, RankState],
+    hosts: Mapping[int, str],
+) -> str:
+    waited = states[question.rank].waited or 0.0
+    others = [rank for rank in question.ranks if rank not in behind]
+    who = f"rank{'s' if len(others) > 1 else ''} {join_words(list(map(str, others[:8])))}"
+    waits = f"{who} waited for {waited:.0f} s in {printable(question.waits_in)}"
+    if not behind:
+        return f"Nobody is behind, as far as is known: {waits}."
+    told = [_behind(rank, states.get(rank), hosts[rank]) for rank in behind[:8]]
+    return f"{' '.join(told)} For {'it' if len(behind) == 1 else 'them'} {waits}."
+
+
+def _behind(rank: int, state: RankState | None, host: str) -> str:
+    words = f"Rank {rank} on {host} is behind"
+    if state is None:
+        return f"{words}: nothing is known of it, its process has probably ended."
+    step = f" in step {state.step}" if state.step >= 0 else ""
+    if state.waited is None:
+        return f"{words}{step}: it has been in no operation for {state.idle:.0f} s."
+    where = printable(state.waits_in)
+    return f"{words}{step}: it waits elsewhere, for {state.waited:.0f} s, in {where}."
+
+
+def _as_data(finding: Finding | None, slow: Sequence[Straggler]) -> dict[str, Any]:
+    stuck = None
+    if finding:
+        stuck = {
+            "ranks": list(finding.ranks),
+            "words": finding.words,
+            "details": list(finding.details),
+            "at": finding.at,
+            "stacks": dict(finding.stacks),
+        }
+    return {"stuck": stuck, "slow": [one.as_data() for one in slow]}
