@@ -8,7 +8,7 @@ it after the job has ended, whatever ended it.
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ _MOST_OPERATIONS = 16  # of each group, in a file
 
 @dataclass(frozen=True)
 class NodeFile:
-    """`at`: when it was written, in seconds since 1970; stacks of some of the ranks."""
+    """`at`: when it was written, in seconds since 1970; stacks and notes are of some ranks."""
 
     at: float
     reason: str
     states: Mapping[int, RankState]
     stacks: Mapping[int, str]
+    notes: Mapping[int, str] = field(default_factory=dict)  # what is amiss with their processes
 
 
 NOTHING = NodeFile(0.0, "", {}, {})
@@ -40,7 +41,8 @@ def path_of(folder: Path, node: int, ending: str = "json") -> Path:
 
 def write(path: Path, file: NodeFile, writer: int) -> None:
     states = {rank: _facts(state) for rank, state in file.states.items()}
-    facts = {"at": file.at, "reason": file.reason, "states": states, "stacks": file.stacks}
+    of_ranks = {"states": states, "stacks": file.stacks, "notes": file.notes}
+    facts = {"at": file.at, "reason": file.reason, **of_ranks}
     write_whole(path, json.dumps(facts), writer)
 
 
@@ -62,6 +64,7 @@ def read(path: Path) -> NodeFile:
             str(facts["reason"]),
             {int(rank): RankState.of(state) for rank, state in facts["states"].items()},
             {int(rank): str(text) for rank, text in facts["stacks"].items()},
+            {int(rank): str(text) for rank, text in facts["notes"].items()},
         )
     except (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return NOTHING

@@ -32,16 +32,14 @@ from hpczero.comm import node_file, stacks, verdict
 from hpczero.comm.node_file import NodeFile
 from hpczero.comm.stacks import StacksFile
 from hpczero.comm.status import RankState, Status, Wait, in_words, process_namespace, read
-from hpczero.comm.verdict import Question
+from hpczero.comm.verdict import ENDED, STOPPED, Question
 from hpczero.errors import InputError
 from hpczero.safe_files import make_own_folder, remove, write_new
 
-_ENDED = "its process has ended"
-_STOPPED = "its process is stopped (by a signal or a debugger)"
 _BLOCKED = "its process waits for a disk or a file server"
-_PROCESS_STATES = {"Z": _ENDED, "X": _ENDED, "T": _STOPPED, "t": _STOPPED, "D": _BLOCKED}
+_PROCESS_STATES = {"Z": ENDED, "X": ENDED, "T": STOPPED, "t": STOPPED, "D": _BLOCKED}
 _ASKED_FOR_STACKS = 4  # missing ranks
-_QUIET = 20.0  # seconds after which a node says what its ranks are doing
+_QUIET = (20.0, 60.0)  # seconds after which a node says what its ranks are doing: least, most
 _LONGER = 3  # times the longest that its ranks have done nothing before
 _REPORTING = 6.0  # seconds that the rank that reports gets before the others of its node end, too
 # Seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends
@@ -84,20 +82,25 @@ class Watch:
         self._answered = 0  # bytes in that file at the last look
         self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
         self._rested: dict[int, float] = {}  # at the last look
-        if folder and self._rank == min(slots):
-            for ending in ("json", "txt"):
-                remove(node_file.path_of(folder, self._node, ending))
-            if member == members[0]:
-                remove(folder / "report")
+        if folder:
+            self.use(folder)
         status.explain = self.explain
         self._period = min(1.0, seconds / 10)
-        duties = [self._end_if_stuck, self._publish] if folder else [self._end_if_stuck]
         self._threads = [
             threading.Thread(target=self._run, args=[duty], name="hpczero-watch", daemon=True)
-            for duty in duties
+            for duty in (self._end_if_stuck, self._publish)
         ]
         for thread in self._threads:
             thread.start()
+
+    def use(self, folder: Path) -> None:
+        """Write in this folder from now on, without what an earlier job has left there."""
+        if self._rank == min(self._slots):
+            for ending in ("json", "txt"):
+                remove(node_file.path_of(folder, self._node, ending))
+            if self._rank == min(self._members):
+                remove(folder / "report")
+        self._folder = folder
 
     def stop(self) -> None:
         """Stop watching; to be called when all ranks have come to the end."""
@@ -181,6 +184,8 @@ class Watch:
 
         One rank of them writes; a rank that waits is able to.
         """
+        if self._folder is None:
+            return
         if self._asked and self._asked.size() > self._answered:
             self._answered = self._asked.size()
             self.record(f"rank {self._rank} was asked (SIGUSR1)")
@@ -189,7 +194,8 @@ class Watch:
             if state.resting < self._rested.get(rank, 0.0):
                 self._longest = max(self._longest, self._rested[rank])
             self._rested[rank] = state.resting
-        patience = min(self._seconds / 2, max(_QUIET, _LONGER * self._longest))
+        least, most = _QUIET
+        patience = min(self._seconds / 2, max(least, min(most, _LONGER * self._longest)))
         resting = {rank for rank, state in states.items() if state.resting > patience}
         is_more = not resting <= self._published
         self._published = resting
@@ -207,7 +213,8 @@ class Watch:
             return
         states = self._states_on_node()
         stacks_of_ranks = self._stacks_of(sorted(states) if of_ranks is None else of_ranks, states)
-        written = NodeFile(time.time(), reason, states, stacks_of_ranks)
+        notes = {rank: note for rank, state in states.items() if (note := _process(state))}
+        written = NodeFile(time.time(), reason, states, stacks_of_ranks, notes)
         node_file.write(node_file.path_of(self._folder, self._node), written, self._rank)
 
     # -------------------------------------------------------------------------------- the report
@@ -270,7 +277,7 @@ class Watch:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
         processes = {rank: _process(states[rank]) for rank in self._slots if rank in states}
-        gone = [rank for rank, note in processes.items() if note in (_ENDED, _STOPPED)]
+        gone = [rank for rank, note in processes.items() if note in (ENDED, STOPPED)]
         suspects = verdict.suspects(question, judged, states, gone)
         notes = {rank: processes[rank] for rank in judged if processes.get(rank)}
         hosts = {rank: member.host for rank, member in self._members.items()}
@@ -301,7 +308,7 @@ class Watch:
     def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
         """Return the ranks of this node that have not come and never will."""
         here = [rank for rank in judged if rank in self._slots and judged[rank] == verdict.ABSENT]
-        return [rank for rank in here if _process(states[rank]) == _ENDED]
+        return [rank for rank in here if _process(states[rank]) == ENDED]
 
     def _question(self, wait: Wait, states: Mapping[int, RankState]) -> Question:
         point = wait.point
@@ -328,5 +335,5 @@ def _process(state: RankState) -> str:
     try:
         letter = (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return _ENDED
+        return ENDED
     return _PROCESS_STATES.get(letter, "")

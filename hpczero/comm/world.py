@@ -65,7 +65,7 @@ class World(Nodes):
         self._rendezvous: Rendezvous | None = whole._rendezvous if whole else None
         self.ledger = Ledger()
         self.library = library(mpi)
-        self._is_part = whole is not None
+        self._whole = whole  # of which this one is a part
         self._watch: Watch | None = None
         self._slots: SharedBlocks | None = None
 
@@ -97,7 +97,7 @@ class World(Nodes):
     @property
     def is_watched(self) -> bool:
         """True if a watchdog runs; a part of a world is not watched by itself."""
-        return self._is_part or self._watch is not None
+        return self._whole is not None or self._watch is not None
 
     def watch(self, seconds: float, folder: Path | None = None) -> None:
         """End the job, and say who did not come, where a rank waits for others longer than this.
@@ -107,7 +107,7 @@ class World(Nodes):
         """
         if self.size == 1:
             return
-        assert not self._is_part, "only the whole world can be watched"
+        assert self._whole is None, "only the whole world can be watched"
         assert self._watch is None, "this world is watched already"
         self._slots = self.share_memory(self._neighbours, "the watchdog's window", SLOT, CLEARED)
         slots = dict(zip(self.numbers(self._neighbours), self._slots.blocks, strict=True))
@@ -115,6 +115,12 @@ class World(Nodes):
         members = [Member(*of_rank) for of_rank in facts]
         self.status.move_to(self._slots.blocks[self.local_rank])
         self._watch = Watch(self.status, members[self.rank], members, slots, seconds, folder)
+
+    def watch_in(self, folder: Path) -> None:
+        """Let the watchdog, if there is one, write in this folder; on all ranks."""
+        world = self if self._whole is None else self._whole
+        if world._watch:
+            world._watch.use(folder)
 
     @property
     def trace(self) -> Trace:

@@ -45,7 +45,7 @@ def blame(options: Namespace) -> int:
         print("\n".join(finding.details))
         for rank, stack in list(finding.stacks.items())[:_MOST_STACKS]:
             print(f"\nstacks of rank {rank}:")
-            print("\n".join(printable(line) for line in stack.rstrip().splitlines()))
+            print("\n".join(printable(line) for line in _of_main_thread(stack).splitlines()))
     for one in slow:
         print(one.words)
     if not finding and not slow:
@@ -54,6 +54,12 @@ def blame(options: Namespace) -> int:
             "slower than the others. kill -USR1 PID of any rank records what they do now"
         )
     return 0
+
+
+def _of_main_thread(stack: str) -> str:
+    """Return the part of the thread that trains; all where none is marked as it."""
+    threads = [part.strip() for part in stack.split("\n\n")]
+    return next((part for part in threads if part.startswith("Current thread")), stack.rstrip())
 
 
 def states_of(run: Run) -> list[NodeFile]:
@@ -76,6 +82,7 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
         for rank, state in file.states.items()
     }
     stacks = {rank: text for file in files for rank, text in file.stacks.items()}
+    notes = {rank: text for file in files for rank, text in file.notes.items()}
     reasons = list(dict.fromkeys(printable(file.reason) for file in files))
     hosts = _hosts(run, states)
     waiting = [rank for rank, state in states.items() if state.waited is not None]
@@ -86,9 +93,12 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     asking = max(waiting, key=lambda rank: _weight(states, rank))
     question = _question(asking, states)
     judged = verdict.judge(question, states)
-    behind = verdict.suspects(question, judged, states, _missing(run, states))
-    details = verdict.account(question, judged, states, hosts, {})
-    words = _paragraph(question, behind, states, hosts) + f" ({join_words(reasons)})"
+    gone = [rank for rank, note in notes.items() if note in (verdict.ENDED, verdict.STOPPED)]
+    gone = [rank for rank in gone or _missing(run, states) if rank in question.ranks]
+    behind = verdict.suspects(question, judged, states, gone)
+    details = verdict.account(question, judged, states, hosts, notes)
+    told = [_behind(rank, states.get(rank), hosts[rank], notes.get(rank)) for rank in behind[:8]]
+    words = _paragraph(question, behind, told, states) + f" ({join_words(reasons)})"
     chosen = {rank: stacks[rank] for rank in [*behind, asking] if rank in stacks}
     return Finding(behind, words, [printable(line) for line in details], chosen, newest)
 
@@ -133,8 +143,8 @@ def _at(rank: int, state: RankState) -> str:
 def _paragraph(
     question: Question,
     behind: Sequence[int],
+    told: Sequence[str],
     states: Mapping[int, RankState],
-    hosts: Mapping[int, str],
 ) -> str:
     waited = states[question.rank].waited or 0.0
     others = [rank for rank in question.ranks if rank not in behind]
@@ -142,15 +152,16 @@ def _paragraph(
     waits = f"{who} waited for {waited:.0f} s in {printable(question.waits_in)}"
     if not behind:
         return f"Nobody is behind, as far as is known: {waits}."
-    told = [_behind(rank, states.get(rank), hosts[rank]) for rank in behind[:8]]
     return f"{' '.join(told)} For {'it' if len(behind) == 1 else 'them'} {waits}."
 
 
-def _behind(rank: int, state: RankState | None, host: str) -> str:
+def _behind(rank: int, state: RankState | None, host: str, note: str | None) -> str:
     words = f"Rank {rank} on {host} is behind"
     if state is None:
         return f"{words}: nothing is known of it, its process has probably ended."
     step = f" in step {state.step}" if state.step >= 0 else ""
+    if note:
+        return f"{words}{step}: {printable(note)}."
     if state.waited is None:
         return f"{words}{step}: it has been in no operation for {state.idle:.0f} s."
     where = printable(state.waits_in)

@@ -18,6 +18,7 @@ from hpczero import env
 from hpczero.checkpoint import directory
 from hpczero.checkpoint.save import Saved, SaveFailed
 from hpczero.checkpoint.shard_file import WIDTH, Array
+from hpczero.comm import node_file
 from hpczero.comm.grid import Grid
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
@@ -98,11 +99,11 @@ class OwnRun:
             self._log.directory = self.world.run_on_all(
                 lambda: RunDirectory.claim(spec, resume=False, fresh=False) if first else None
             )
+            self.world.watch_in(run_directory.path_of(spec) / node_file.FOLDER)
             ranks = setup.places_of_ranks(self.world)
             if first:
-                packages = setup.packages()
-                git = setup.git_state()
-                self._log.event("start", ranks=ranks, packages=packages, git=git, loop="own")
+                facts = {"packages": setup.packages(), "git": setup.git_state(), "loop": "own"}
+                self._log.event("start", began=setup.process_began(), ranks=ranks, **facts)
             copies = WIDTH * saved_elements(self.engine)
             behind = spec.checkpoint.asynchronous
             if behind and not preflight.has_room(self.world, copies):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
+from hpczero.comm import node_file
 from hpczero.comm.world import World
 from hpczero.data.dataset import open_source
 from hpczero.data.plain_tokens import UNKNOWN
@@ -104,7 +105,7 @@ def _prepare(
     directory = world.run_on_all(
         lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
     )
-    started.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
+    started.watch(spec.comm.timeout_s, run_directory.path_of(spec) / node_file.FOLDER)
     threads = setup.share_cores(world, grid.sharing_layers(world.rank))
     job = TrainingJob(carried_out, spec, world, grid, source, threads, layers, user_model)
     return job, directory
