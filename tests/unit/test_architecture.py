@@ -65,8 +65,9 @@ ALLOWED = {
     | {"data.token_file", "data.tokenizer"},
     "inference": {"errors", "text", "spec", "machine", "device", "kernel_cache", "comm.group"}
     | {"model", "parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
+    "track": {"errors", "env", "safe_files", "spec", "text"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
-    | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
+    | {"spec", "comm", "model", "parallel", "optim", "data", "planner", "track"}
     | {"checkpoint", "hpczero_kernels", ""},
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
@@ -94,6 +95,7 @@ ALLOWED = {
         "model.shapes",
         "model.families",
         "planner",
+        "track",
         "train",
         "",
     },
@@ -122,7 +124,7 @@ PURE = (
 WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
     *("arguments", "verb_groups"),
-    *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
+    *("errors", "env", "safe_files", "kernel_cache", "lock", "track", ""),
     "commands.init",
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),

@@ -1,0 +1,95 @@
+"""The trackers of a run, on rank 0: what the run directory gets, they get too."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpczero.spec.keys import flat
+from hpczero.spec.load import to_toml
+from hpczero.spec.schema import Spec
+from hpczero.track.callback import Callback
+from hpczero.track.item import Item, Kind, RunFacts
+from hpczero.track.lane import Lane, Tracker
+from hpczero.track.process import InProcess
+from hpczero.track.tensorboard_files import TensorBoard
+
+_SECONDS_TO_END = 20.0  # for all trackers together
+
+
+class Tracking:
+    """Its methods neither wait, but for `close`, nor raise anything.
+
+    What comes before the first `go_on_from` is held until then: trackers learn first which steps
+    are computed again.
+    """
+
+    def __init__(self, spec: Spec, folder: Path) -> None:
+        self._lanes = [Lane(name, make) for name, make in _makers(spec, folder).items()]
+        self._held: list[Item] | None = []
+        self._step = 0  # the last one
+
+    def add(self, kind: Kind, values: Mapping[str, Any]) -> None:
+        """Hand on a line of metrics or memory, or an event with its name as "event"."""
+        if not self._lanes:
+            return
+        step = values.get("step")
+        if not isinstance(step, int):
+            step = self._step
+        elif kind == "metrics":
+            self._step = step
+        item = Item(kind, step, time.time(), dict(values))
+        if self._held is not None:
+            self._held.append(item)
+            return
+        for lane in self._lanes:
+            lane.put(item)
+
+    def go_on_from(self, step: int) -> None:
+        """Say that the next step is this one: later ones are computed again."""
+        self._step = step - 1
+        now = time.time()
+        held, self._held = self._held or [], None
+        for lane in self._lanes:
+            lane.put(Item("from", step, now, {}))
+            for item in held:
+                lane.put(Item(item.kind, self._step, item.time, item.values))
+
+    def problems(self) -> list[str]:
+        """Return what is to be said by now, each thing once."""
+        return [what for lane in self._lanes for what in lane.problems()]
+
+    def close(self) -> list[str]:
+        """Let the trackers end, for some time; return what is to be said.
+
+        Of a run that ended before `go_on_from` they get nothing, and keep what they have.
+        """
+        for lane in self._lanes:
+            lane.end()
+        until = time.monotonic() + _SECONDS_TO_END
+        said = [what for lane in self._lanes for what in lane.wait(until)]
+        self._lanes = []
+        return said
+
+
+def _makers(spec: Spec, folder: Path) -> dict[str, Callable[[], Tracker]]:
+    track = spec.track
+    if not track.to and not track.callback:
+        return {}
+    facts = RunFacts(
+        folder=str(folder),
+        began=time.time(),
+        name=spec.name,
+        project=track.project,
+        tables=spec.model_dump(mode="json"),
+        keys=flat(spec),
+        toml=to_toml(spec),
+    )
+    makers: dict[str, Callable[[], Tracker]] = {}
+    for name in track.to:
+        in_process = partial(InProcess, name, facts)
+        makers[name] = partial(TensorBoard, facts) if name == "tensorboard" else in_process
+    if track.callback:
+        makers[f"track.callback = {track.callback}"] = partial(Callback, track.callback)
+    return makers
