@@ -47,8 +47,8 @@ class RunFacts:
     began: float  # when this job did, in seconds since 1970
     name: str
     project: str
-    tables: Mapping[str, Any]  # the resolved spec
-    keys: Mapping[str, Any]  # its keys by their full names
+    tables: Mapping[str, Any]  # of the resolved spec
+    changed: Mapping[str, Any]  # its keys that are not the default, by their full names
     toml: str  # its text
 
 

@@ -4,6 +4,7 @@ The queue has a limit: while it is full, items are dropped and counted, and the 
 Whatever a tracker raises ends the tracker, never the run.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -86,14 +87,15 @@ class Lane:
     def _run(self) -> None:
         try:
             self._tracker = self._make()
-            try:
-                self._carry(self._tracker)
-            finally:
-                self._tracker.close()
+            self._carry(self._tracker)
+            self._tracker.close()
         except BaseException as error:  # of a library, or of the user's function
             kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
             self._failure = printable(f"{kind}{error}")
             self._queue.clear()
+            if self._tracker:
+                with contextlib.suppress(BaseException):
+                    self._tracker.give_up()
 
     def _carry(self, tracker: Tracker) -> None:
         ends = False

@@ -1,7 +1,8 @@
 """The tracker "mlflow": a file store of MLflow in <run>/mlflow, with one run.
 
 MLflow keeps all figures that it ever had of a step. So each job empties the run's metrics and
-parameters, and writes what metrics.jsonl has of earlier steps: it has no step twice.
+parameters, and writes what metrics.jsonl has of earlier steps: it has no step twice. A parameter
+is a file: those that are the default are in the artifact spec.toml alone.
 """
 
 from collections import deque
@@ -18,6 +19,7 @@ from hpczero.track.item import Item, RunFacts, figures, text
 
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # in a batch of MLflow's
 _LONGEST_PARAMETER = 500  # letters
+_SPEC = "spec.toml"  # an artifact
 _EVENTS, _LONGEST_NOTE = 30, 5000  # of the last events, which are the run's description
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED"}  # state of the run -> MLflow's word
 
@@ -54,7 +56,8 @@ class MlflowRun:
 
     def _begin(self, step: int) -> None:
         self._id = self._made() if (run := self._found()) is None else self._emptied(run)
-        keys = self._facts.keys.items()
+        keys = self._facts.changed.items()
+        self._client.log_text(self._id, self._facts.toml, _SPEC)
         parameters = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in keys]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             some = parameters[first : first + _MOST_PARAMETERS]

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpczero.spec.keys import flat
+from hpczero.spec.keys import flat, keys
 from hpczero.spec.load import to_toml
 from hpczero.spec.schema import Spec
 from hpczero.track.callback import Callback
@@ -16,6 +16,7 @@ from hpczero.track.process import InProcess
 from hpczero.track.tensorboard_files import TensorBoard
 
 _SECONDS_TO_END = 20.0  # for all trackers together
+_LEFT_OUT = "batch"  # variables and commands of the job, people's addresses
 
 
 class Tracking:
@@ -73,19 +74,26 @@ class Tracking:
         return said
 
 
+def facts_of(spec: Spec, folder: Path) -> RunFacts:
+    """Return what trackers know of a run: its spec but for [batch], which may hold secrets."""
+    known = {name: value for name, value in flat(spec).items() if keys()[name].table != _LEFT_OUT}
+    sections = to_toml(spec).split("\n\n")
+    return RunFacts(
+        folder=str(folder),
+        began=time.time(),
+        name=spec.name,
+        project=spec.track.project,
+        tables=spec.model_dump(mode="json", exclude={_LEFT_OUT}),
+        changed={name: value for name, value in known.items() if value != keys()[name].default},
+        toml="\n\n".join(one for one in sections if not one.startswith(f"[{_LEFT_OUT}]")),
+    )
+
+
 def _makers(spec: Spec, folder: Path) -> dict[str, Callable[[], Tracker]]:
     track = spec.track
     if not track.to and not track.callback:
         return {}
-    facts = RunFacts(
-        folder=str(folder),
-        began=time.time(),
-        name=spec.name,
-        project=track.project,
-        tables=spec.model_dump(mode="json"),
-        keys=flat(spec),
-        toml=to_toml(spec),
-    )
+    facts = facts_of(spec, folder)
     makers: dict[str, Callable[[], Tracker]] = {}
     for name in track.to:
         in_process = partial(InProcess, name, facts)
