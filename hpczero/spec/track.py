@@ -27,3 +27,7 @@ class Track(Table):
         "a function that rank 0 calls with each line of metrics.jsonl and events.jsonl; "
         "empty: none",
     )
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.to or self.callback)

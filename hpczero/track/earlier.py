@@ -7,18 +7,23 @@ what it has begins anew, with these lines: it then has no step twice.
 import heapq
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 
 from hpczero import safe_files
-from hpczero.track.item import Item, Kind
+from hpczero.track.item import Item, Kind, tokens_of
 
 
 def earlier_lines(folder: Path, step: int) -> Iterator[Item]:
     """Return the lines of metrics and memory of the steps before this one, in their order."""
     both = [_lines(folder, "memory"), _lines(folder, "metrics")]
-    return (item for item in heapq.merge(*both, key=attrgetter("step")) if 0 < item.step < step)
+    tokens = 0
+    for item in heapq.merge(*both, key=attrgetter("step")):
+        if 0 < item.step < step:
+            tokens += tokens_of(item.values) if item.kind == "metrics" else 0
+            yield replace(item, tokens=tokens)
 
 
 def earlier_events(folder: Path, until: float) -> Iterator[Item]:

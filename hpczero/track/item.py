@@ -13,7 +13,6 @@ _NAMES = {  # of a line of metrics -> the trackers' name
     "grad_norm": "grad_norm",
     "lr": "lr",
     "loss_scale": "loss_scale",
-    "tokens": "tokens",
     "tokens_per_second": "tokens_per_second",
     "step_seconds": "seconds/step",
     "data_seconds": "seconds/data",
@@ -33,6 +32,7 @@ class Item:
     step: int
     time: float  # seconds since 1970
     values: Mapping[str, Any]
+    tokens: int = 0  # of all steps up to this one; 0: not known
 
     @property
     def event(self) -> str:
@@ -60,6 +60,7 @@ def figures(item: Item) -> dict[str, float]:
     if item.kind != "metrics":
         return {}
     found = {shown: _number(item.values.get(name)) for name, shown in _NAMES.items()}
+    found["tokens"] = float(item.tokens) or None
     losses = item.values.get("validation_losses")
     for source, loss in losses.items() if isinstance(losses, Mapping) else ():
         found[f"validation/{plain_name(str(source))}"] = _number(loss)
@@ -79,6 +80,11 @@ def plain_name(name: str) -> str:
     """Return a name as every tracker takes it: letters, digits, "_", "-" and "."."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("._")
     return plain[-_LONGEST_NAME:] or "_"
+
+
+def tokens_of(values: Mapping[str, Any]) -> int:
+    """Return the tokens of a line of metrics, as far as it says them."""
+    return int(_number(values.get("tokens")) or 0)
 
 
 def _number(value: Any) -> float | None:

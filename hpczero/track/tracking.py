@@ -10,10 +10,12 @@ from hpczero.spec.keys import flat, keys
 from hpczero.spec.load import to_toml
 from hpczero.spec.schema import Spec
 from hpczero.track.callback import Callback
-from hpczero.track.item import Item, Kind, RunFacts
+from hpczero.track.item import Item, Kind, RunFacts, tokens_of
 from hpczero.track.lane import Lane, Tracker
 from hpczero.track.process import InProcess
 from hpczero.track.tensorboard_files import TensorBoard
+
+Makers = Mapping[str, Callable[[], Tracker]]  # tracker by its name
 
 _SECONDS_TO_END = 20.0  # for all trackers together
 _LEFT_OUT = "batch"  # variables and commands of the job, people's addresses
@@ -26,10 +28,13 @@ class Tracking:
     are computed again.
     """
 
-    def __init__(self, spec: Spec, folder: Path) -> None:
-        self._lanes = [Lane(name, make) for name, make in _makers(spec, folder).items()]
+    def __init__(self, spec: Spec, folder: Path, makers: Makers | None = None) -> None:
+        """`makers`: in place of the spec's trackers."""
+        made = _makers(spec, folder) if makers is None else makers
+        self._lanes = [Lane(name, make) for name, make in made.items()]
         self._held: list[Item] | None = []
         self._step = 0  # the last one
+        self._tokens = 0  # up to it
 
     def add(self, kind: Kind, values: Mapping[str, Any]) -> None:
         """Hand on a line of metrics or memory, or an event with its name as "event"."""
@@ -40,16 +45,18 @@ class Tracking:
             step = self._step
         elif kind == "metrics":
             self._step = step
-        item = Item(kind, step, time.time(), dict(values))
+            self._tokens += tokens_of(values)
+        item = Item(kind, step, time.time(), dict(values), self._tokens)
         if self._held is not None:
             self._held.append(item)
             return
         for lane in self._lanes:
             lane.put(item)
 
-    def go_on_from(self, step: int) -> None:
-        """Say that the next step is this one: later ones are computed again."""
+    def go_on_from(self, step: int, tokens: int) -> None:
+        """Say that the next step is this one, after so many tokens; later ones come again."""
         self._step = step - 1
+        self._tokens = tokens
         now = time.time()
         held, self._held = self._held or [], None
         for lane in self._lanes:
@@ -89,9 +96,9 @@ def facts_of(spec: Spec, folder: Path) -> RunFacts:
     )
 
 
-def _makers(spec: Spec, folder: Path) -> dict[str, Callable[[], Tracker]]:
+def _makers(spec: Spec, folder: Path) -> Makers:
     track = spec.track
-    if not track.to and not track.callback:
+    if not track.is_on:
         return {}
     facts = facts_of(spec, folder)
     makers: dict[str, Callable[[], Tracker]] = {}

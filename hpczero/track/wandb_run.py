@@ -82,7 +82,7 @@ class WandbRun:
             self._state = str(item.values.get("state", "")) if item.event == "stop" else ""
             self._run.write_logs(text(item))
         elif values := figures(item):
-            self._run.log(values, step=item.step)
+            self._run.log(values | {"_timestamp": item.time}, step=item.step)
 
     def close(self) -> None:
         if self._run:

@@ -100,9 +100,8 @@ class OwnRun:
             )
             ranks = setup.places_of_ranks(self.world)
             if first:
-                packages = setup.packages()
-                git = setup.git_state()
-                self._log.event("start", ranks=ranks, packages=packages, git=git, loop="own")
+                facts = {"packages": setup.packages(), "git": setup.git_state()}
+                self._log.event("start", ranks=ranks, **facts, loop="own")
             copies = WIDTH * saved_elements(self.engine)
             behind = spec.checkpoint.asynchronous
             if behind and not preflight.has_room(self.world, copies):
@@ -358,6 +357,8 @@ class OwnRun:
 
     def stepped(self, step: int, lr: float, result: StepResult) -> None:
         """Note a step that is done, and bring a save to its end that all ranks have written."""
+        if self._claimed is None and self.spec.track.is_on:
+            self._checkpoints()  # trackers have the lines of a run directory
         skipped = {"skipped": True} if result.bad else {}
         values = {"grad_norm": result.grad_norm, "lr": lr}
         memory = self._account.end_step(step)

@@ -124,8 +124,9 @@ class RunDirectory:
         self._memory = safe_files.append_to(self.path / "memory.jsonl")
         lines = filter(is_of_memory, map(json.loads, of_memory))
         self.fullest = max(lines, key=_held, default=None)
-        self._tracking.go_on_from(step)
-        return Earlier.of(kept)
+        earlier = Earlier.of(kept)
+        self._tracking.go_on_from(step, earlier.tokens)
+        return earlier
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Append a line; as every line, it has the time at which it is written."""

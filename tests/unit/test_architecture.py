@@ -128,9 +128,8 @@ WITHOUT_TORCH = (
     "commands.init",
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
-    *("commands.explain", "commands.show"),
-    *("commands.export_import", "commands.tokenizer", "huggingface"),
-    *("commands.calibrate", "train.trace_file"),
+    *("commands.explain", "commands.show", "commands.export_import", "commands.tokenizer"),
+    *("huggingface", "commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
     *("calibrate.from_runs", "calibrate.traced_run", "calibrate.run_trace", "calibrate.replay"),
 )
