@@ -124,7 +124,7 @@ FAMILIES = (of_trackers, of_tensorboard)  # a family of hooks yields them, and e
 def step_seconds(path: Path, ranks: int, folder: Path) -> float:
     """Return the median of the steps of a run of the spec, without the first ten."""
     command = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
-    command += [sys.executable, "-m", "hpczero", "run", str(path), f"output={folder}"]
+    command += [sys.executable, "-m", "hpczero", "run", str(path), "--set", f"output={folder}"]
     path_of_code = [str(ROOT), str(ROOT / "numba_cuda"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path_of_code))}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

@@ -5,7 +5,7 @@ process goes on for a while when the rank dies, and ends what it writes.
 
     python -m hpczero.track.process wandb
         reads the facts of the run as a line of JSON, then batches of items, a line each; after each
-        line it prints one: null, or what is wrong
+        batch it prints a line: null, or what is wrong
 """
 
 import contextlib
@@ -45,17 +45,17 @@ class InProcess:
             text=True,
             start_new_session=True,  # so that it can be ended with its own processes
         )
-        self._ask(vars(facts))
+        self._tell(vars(facts))  # and do not wait: the process begins meanwhile
 
-    def write(self, items: Sequence[Item]) -> None:
-        self._ask([vars(item) for item in items])
-
-    def _ask(self, content: Any) -> None:
+    def _tell(self, content: Any) -> None:
         assert self._process.stdin
-        assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):  # its answer, or the lack of one, says why
             self._process.stdin.write(json.dumps(content, default=str) + "\n")
             self._process.stdin.flush()
+
+    def write(self, items: Sequence[Item]) -> None:
+        assert self._process.stdout
+        self._tell([vars(item) for item in items])
         answer = self._process.stdout.readline()
         if not answer:
             raise HpczeroError(f"its process has ended ({self._process.wait()})")
@@ -97,17 +97,13 @@ def main() -> int:
 
 def _serve(name: str, answers: TextIO) -> None:
     module, _, leaf = _CLASSES[name].partition(":")
-    tracker: Tracker | None = None
+    facts = RunFacts(**json.loads(sys.stdin.readline()))
+    tracker: Tracker = getattr(importlib.import_module(module), leaf)(facts)
     for line in sys.stdin:
-        content = json.loads(line)
-        if tracker is None:
-            tracker = getattr(importlib.import_module(module), leaf)(RunFacts(**content))
-        else:
-            tracker.write([Item(**item) for item in content])
+        tracker.write([Item(**item) for item in json.loads(line)])
         _answer(answers, None)
     signal.alarm(_SECONDS_TO_END)
-    if tracker:
-        tracker.close()
+    tracker.close()
 
 
 def _answer(answers: TextIO, problem: str | None) -> None:
