@@ -73,6 +73,16 @@ def encode_by_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def for_trackers() -> None:
+    """Have the packages of trackers write files alone, and send nothing; call it before them."""
+    os.environ |= {
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+
+
 def tells_malloc() -> bool:
     """Return True if the environment configures glibc's malloc."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(

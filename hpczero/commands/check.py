@@ -13,6 +13,7 @@ from hpczero.spec.load import ROLES, Loaded, as_data, as_markdown, as_text, load
 from hpczero.spec.rules import unavailable, without_effect
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
+from hpczero.track.needs import missing
 
 if TYPE_CHECKING:
     from hpczero.planner.allocation import Allocation
@@ -41,6 +42,7 @@ def check(options: Namespace) -> int:
     notes = [*unavailable(spec), *without_effect(spec), *_layout_notes(spec, layout)]
     notes += [*_model_notes(spec), *site_profile.unusable()]
     notes += filter(None, [states_folder.warning(spec.zero, "here")])
+    notes += missing(spec.track)
     if options.json:
         print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
     else:

@@ -25,6 +25,7 @@ from hpczero.spec.table import (
     Text,
     key,
 )
+from hpczero.spec.track import Track
 
 
 class Train(Table):
@@ -237,6 +238,7 @@ class Spec(Table):
     memory: Memory = Memory()
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
+    track: Track = Track()
     paths: Paths = Paths()
     batch: Batch = Batch()
 

@@ -359,6 +359,8 @@ class OwnRun:
 
     def stepped(self, step: int, lr: float, result: StepResult) -> None:
         """Note a step that is done, and bring a save to its end that all ranks have written."""
+        if self._claimed is None and self.spec.track.is_on:
+            self._checkpoints()  # trackers have the lines of a run directory
         skipped = {"skipped": True} if result.bad else {}
         values = {"grad_norm": result.grad_norm, "lr": lr}
         memory = self._account.end_step(step)

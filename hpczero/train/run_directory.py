@@ -7,6 +7,7 @@ events.jsonl   start, resume, signal, skip, stop, ...
 summary.json   at the end
 rank_times/    seconds of each rank (`runs.rank_times`)
 trace.json.gz  at the end, if asked for (`tracing`)
+tensorboard, wandb, mlflow   of the trackers that get the same lines (`track`)
 lock           while a run writes
 """
 
@@ -29,12 +30,14 @@ from hpczero.lock import RunLock
 from hpczero.safe_files import written_durably
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
+from hpczero.track.tracking import Tracking
 from hpczero.train.summary import Earlier
 
 _LEFTOVERS = {"lock", "spec.toml.new", "batch"}  # of a start that ended before it wrote the spec
 _OF_A_RUN = _LEFTOVERS | {
     *("spec.toml", "metrics.jsonl", "memory.jsonl", "events.jsonl", "summary.json"),
     *("trace.json.gz", "checkpoints", "watch", "stop", "rank_times"),
+    *("tensorboard", "wandb", "mlflow"),
 }
 _KEPT = 10_000
 _LOOK_EVERY = 5.0  # seconds between two looks whether the folder is still there
@@ -51,14 +54,15 @@ class RunDirectory:
     then on belong to a run, which the same command resumes.
     """
 
-    def __init__(self, path: Path, lock: RunLock, spec: str) -> None:
+    def __init__(self, path: Path, lock: RunLock, spec: Spec) -> None:
         self.path = path
         self._lock = lock
-        self._spec = spec
+        self._spec = to_toml(spec)
         self._looked = time.monotonic()
         self.fullest: dict[str, Any] | None = None  # the line of memory with the most held
         self.step_seconds = deque[float](maxlen=_KEPT)  # of this job's last steps
         self._open()
+        self._tracking = Tracking(spec, path)
 
     def _open(self) -> None:
         self._metrics: TextIO = safe_files.append_to(self.path / "metrics.jsonl")
@@ -96,12 +100,11 @@ class RunDirectory:
                 _same_run(path, spec)
             if fresh and (exists or not _only_leftovers(path)):
                 lock = _move_aside(path, lock)
-            text = to_toml(spec)
             with written_durably(path / "spec.toml") as file:
-                file.write(text.encode())
+                file.write(to_toml(spec).encode())
             for leftover in ("stop", "summary.json"):
                 safe_files.remove(path / leftover)
-            return cls(path, lock, text)
+            return cls(path, lock, spec)
         except (OSError, InputError) as error:
             lock.release()
             if new:
@@ -123,7 +126,9 @@ class RunDirectory:
         self._memory = safe_files.append_to(self.path / "memory.jsonl")
         lines = filter(is_of_memory, map(json.loads, of_memory))
         self.fullest = max(lines, key=_held, default=None)
-        return Earlier.of(kept, again)
+        earlier = Earlier.of(kept, again)
+        self._tracking.go_on_from(step, earlier.tokens)
+        return earlier
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """Append a line; as every line, it has the time at which it is written."""
@@ -132,6 +137,9 @@ class RunDirectory:
         _append(self._metrics, values)
         if seconds := values.get("step_seconds"):
             self.step_seconds.append(seconds)
+        self._tracking.add("metrics", values)
+        for what in self._tracking.problems():
+            self._warn(what)
         self._lock.beat()
 
     def memory(self, values: Mapping[str, Any]) -> None:
@@ -139,11 +147,18 @@ class RunDirectory:
         if time.monotonic() - self._looked > _LOOK_EVERY:
             self._restore_if_removed()
         _append(self._memory, values)
+        self._tracking.add("memory", values)
         self.fullest = max(filter(None, (self.fullest, dict(values))), key=_held)
 
     def event(self, name: str, **values: Any) -> None:
         self._restore_if_removed()
-        _append(self._events, {"event": name, **values})
+        line = {"event": name, **values}
+        _append(self._events, line)
+        self._tracking.add("event", line)
+
+    def _warn(self, what: str) -> None:
+        print(f"hpczero: WARN {what}", file=sys.stderr, flush=True)
+        self.event("WARN", what=what)
 
     def sync(self) -> None:
         """Bring the lines to the disk: a power cut must not leave the checkpoint alone."""
@@ -192,6 +207,9 @@ class RunDirectory:
             raise HpczeroError(f"cannot write {path}: {error.strerror}") from error
 
     def close(self) -> None:
+        for what in self._tracking.close():
+            with contextlib.suppress(HpczeroError):  # the lock is given back all the same
+                self._warn(what)
         for file in self._files:
             with contextlib.suppress(OSError):  # a line that could not be written was reported
                 file.close()

@@ -65,9 +65,10 @@ ALLOWED = {
     | {"data.token_file", "data.tokenizer"},
     "inference": {"errors", "text", "spec", "machine", "device", "kernel_cache", "comm.group"}
     | {"model", "parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
+    "track": {"errors", "env", "safe_files", "spec", "text"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
+    | {"spec", "comm", "model", "parallel", "optim", "data", "planner", "track"}
     | {"runs.rank_times"}
-    | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
@@ -97,6 +98,7 @@ ALLOWED = {
         "model.families",
         "planner",
         "runs",
+        "track",
         "train",
         "",
     },
@@ -121,13 +123,12 @@ PURE = (
 WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
     *("arguments", "verb_groups"),
-    *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
-    *("commands.init", "runs"),
+    *("errors", "env", "safe_files", "kernel_cache", "lock", "track", ""),
+    *("commands.init", "commands.blame", "runs"),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
-    *("commands.explain", "commands.show"),
-    *("commands.export_import", "commands.tokenizer", "huggingface"),
-    *("commands.calibrate", "train.trace_file"),
+    *("commands.explain", "commands.show", "commands.export_import", "commands.tokenizer"),
+    *("huggingface", "commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
     *("calibrate.from_runs", "calibrate.traced_run", "calibrate.run_trace", "calibrate.replay"),
 )
