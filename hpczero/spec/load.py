@@ -213,6 +213,17 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
 
     The spec has the default of such a key.
     """
+    try:
+        return Spec.model_validate(tree_of(values)), []
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+    invalid = list(dict.fromkeys(_key_at(problem["loc"]) for problem in problems))
+    spec, _ = _validate({name: value for name, value in values.items() if name not in invalid})
+    return spec, invalid
+
+
+def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of "train.steps" -> value."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *path, leaf = name.split(".")
@@ -220,13 +231,7 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
         for part in path:
             table = table.setdefault(part, {})
         table[leaf] = value
-    try:
-        return Spec.model_validate(tree), []
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False, include_context=False)
-    invalid = list(dict.fromkeys(_key_at(problem["loc"]) for problem in problems))
-    spec, _ = _validate({name: value for name, value in values.items() if name not in invalid})
-    return spec, invalid
+    return tree
 
 
 def _key_at(location: tuple[int | str, ...]) -> str:
