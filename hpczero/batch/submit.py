@@ -193,7 +193,7 @@ def claimed(run: Path) -> RunLock:
         make_own_folder(run)
         make_own_folder(run / "batch")
     except OSError as error:
-        raise _unwritable(run, error) from error
+        raise unwritable(run, error) from error
     return RunLock(run / "batch")
 
 
@@ -264,11 +264,11 @@ def write(record: Submission, spec: Spec, job: BatchJob, script: str) -> None:
         write_text(record.path / "spec.toml", to_toml(placed))
         write_text(record.path / "job.sh", script)
     except OSError as error:
-        raise _unwritable(record.path, error) from error
+        raise unwritable(record.path, error) from error
     record.write()
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def unwritable(path: Path, error: OSError) -> InputError:
     return InputError(
         f"cannot write in {path}: {error.strerror}; set output to a folder that you may write in"
     )

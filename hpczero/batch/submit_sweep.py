@@ -26,7 +26,7 @@ from hpczero.batch.submission import ArraySubmission, Submission
 from hpczero.batch.submit import Chain
 from hpczero.errors import InputError
 from hpczero.lock import RunLock
-from hpczero.safe_files import make_folder, write_text
+from hpczero.safe_files import make_folder, make_own_folder, write_text
 from hpczero.spec.load import LoadedSweep, load_sweep
 from hpczero.spec.schema import Spec
 from hpczero.text import first_few, format_count, printable
@@ -156,13 +156,21 @@ def _submit(sweep: LoadedSweep, plans: Sequence[_Plan], locks: Sequence[RunLock]
         array, job, plans = _array(sweep, plans)
         for plan in plans:
             of_run.write(plan.record, plan.spec, plan.job, render(plan.job))
-        make_folder(array.path)
-        write_text(array.path / "job.sh", render(job))
+        _write_script(array.path, render(job))
         jobs = Chain(array, beat).submit().jobs
         submission.remember([plan.record.run for plan in plans])
         print(f"submitted as job {jobs[0]}: {_summary(plans)}, as an array")
     else:
         _submit_each(plans, beat)
+
+
+def _write_script(folder: Path, script: str) -> None:
+    try:
+        make_own_folder(folder.parent)
+        make_folder(folder)
+        write_text(folder / "job.sh", script)
+    except OSError as error:
+        raise of_run.unwritable(folder, error) from error
 
 
 def _submit_each(plans: Sequence[_Plan], beat: Callable[[], None]) -> None:
