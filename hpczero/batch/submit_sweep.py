@@ -185,7 +185,8 @@ def _submit_each(plans: Sequence[_Plan], beat: Callable[[], None]) -> None:
         submission.remember(done)
         if len(done) < len(plans):
             rest = "the same command submits the rest"
-            print(f"hpczero: {len(done)} of {len(plans)} runs are in the queue; {rest}")
+            count = f"{len(done)} of {len(plans)} runs are in the queue"
+            print(f"hpczero: {count}; {rest}", file=sys.stderr)
     print(f"submitted {_summary(plans)}")
 
 
