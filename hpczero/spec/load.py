@@ -287,6 +287,9 @@ Tables merge, arrays replace. The first of these that names a key decides: `--se
 on the command line, the spec, what it extends, the profile of the site, the default.
 `hpczero check SPEC --explain section.key` prints where a value comes from.
 
+A table `[sweep]` (`grid`, `list`, `random`, `runs`, `seeds`, `at_once`, `run`) makes several runs
+of one spec, each checked as a spec of its own ([sweeps.md](sweeps.md)).
+
 The role of a key says what a change means for a run that already exists:
 
 """
