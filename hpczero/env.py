@@ -29,6 +29,8 @@ _LAUNCHERS = {
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
 
+ARRAY_TASK = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX")
+
 
 def home() -> Path:
     return Path(os.path.expanduser("~"))
@@ -160,7 +162,16 @@ def wrong_input_note() -> Path | None:
 
 def batch_job() -> str | None:
     """Return the batch system's identifier of the job that this process belongs to."""
+    array, task = variable("SLURM_ARRAY_JOB_ID"), variable("SLURM_ARRAY_TASK_ID")
+    if array and task and variable("SLURM_JOB_ID"):
+        return f"{array}_{task}"
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")
+
+
+def array_task() -> int | None:
+    """Return the number of this task in an array of jobs; None outside of one."""
+    numbers = [variable(name) or "" for name in ARRAY_TASK]
+    return next((int(number) for number in numbers if number.isdecimal()), None)
 
 
 def deadline() -> float | None:

@@ -29,7 +29,7 @@ VERBS = {
         argument("--from-hf DIR", "for the model in this folder, as Hugging Face has them"),
     ),
     "check": verb(
-        "hpczero.commands.check:check",
+        "hpczero.commands.sweep:check",
         "read a spec and print its meaning, without running it",
         *SPEC,
         argument("--explain KEY", "print a key's meaning and where its value comes from"),
@@ -83,7 +83,7 @@ VERBS = {
         argument("-o --output FILE", "write to this file instead of stdout"),
     ),
     "submit": verb(
-        "hpczero.batch.submit:submit",
+        "hpczero.batch.submit_sweep:submit",
         "submit a run to Slurm or PBS, as one job or a chain of jobs",
         *SPEC,
         flag("--dry-run", "print the script, and submit nothing"),

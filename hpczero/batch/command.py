@@ -12,7 +12,7 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.text import first_few, printable
 
 SECONDS = 60.0
-_JOB = re.compile(r"\d+(\[\d*\])?(\.[\w.-]+)?")
+_JOB = re.compile(r"\d+(_\d+|\[\d*\])?(\.[\w.-]+)?")
 
 
 @dataclass(frozen=True)

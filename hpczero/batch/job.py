@@ -70,10 +70,19 @@ class BatchJob:
     run: str = ""  # the run's directory
     submission: str = ""  # the folder of a submitted job's record; "": rendered only
     tag: str = ""  # PBS: marks the run's jobs in the queue
+    tasks: int = 0  # of an array of jobs, each a run of a sweep; 0: it is no array
+    at_once: int = 0  # tasks that may run at the same time; 0: any number
+    members: tuple[str, ...] = ()  # names of the tasks' runs, where each has a script of its own
+    is_task: bool = False  # this script is started by that of an array
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def submission_name(self) -> str:
+        """The name of the folder of the record, which an array's runs have in common."""
+        return Path(self.submission).name
 
     @property
     def size(self) -> str:

@@ -36,6 +36,7 @@ _STATES: dict[str, State] = {
     "M": "queued",
     "H": "held",
     "R": "running",
+    "B": "running",  # an array of which a task has begun
     "E": "running",
     "S": "running",
     "U": "running",
@@ -51,7 +52,9 @@ _NEVER_RAN = {  # substate of an ended job without an exit status
 _CHANGED = re.compile(r"[\"'\\]|\s$")
 
 
-def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> list[str]:
+def submission(
+    script: Path, log: Path, tag: str, after: str, held: bool, array: bool = False
+) -> list[str]:
     """Return the command that submits the script; `log` is a folder.
 
     The script itself has the tag: `-v` on the command line would replace the script's own.
@@ -80,11 +83,11 @@ def submit(words: Sequence[str]) -> str:
 def jobs(user: str, numbers: Sequence[str]) -> list[QueuedJob]:
     """Return those of these jobs that PBS still knows; without numbers, the user's live jobs."""
     if not numbers:
-        listing = command.run(["qstat", "-u", user])
+        listing = command.run(["qstat", "-t", "-u", user])
         if listing.code:
             raise Transient(f"qstat failed: {listing.complaint}")
         # the name of the server behind a number may be cut short
-        numbers = re.findall(r"^\d+", listing.out, re.MULTILINE)
+        numbers = re.findall(r"^\d+(?:\[\d*\])?", listing.out, re.MULTILINE)
         if not numbers:
             return []
     answer = command.run(["qstat", "-x", "-f", *numbers])
@@ -128,6 +131,17 @@ def _reason(state: State, values: Mapping[str, str]) -> str:
     if status.isdigit() and int(status) > _KILLED:
         return f"killed by signal {int(status) - _KILLED}"
     return _STATUS.get(status, f"exit status {status}")
+
+
+def task_number(array: str, task: int) -> str:
+    """Return the number of a task of an array of jobs."""
+    return array.replace("[]", f"[{task}]")
+
+
+def task_of(number: str) -> tuple[str, int | None]:
+    """Return the number of the array that a job belongs to, and its task; else itself, None."""
+    found = re.search(r"\[(\d+)\]", number)
+    return re.sub(r"\[\d+\]", "[]", number), int(found[1]) if found else None
 
 
 def release(number: str) -> list[str]:

@@ -128,9 +128,13 @@ def _pbs_context(job: BatchJob) -> dict[str, Any]:
     tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
     return {
         "job_number": "PBS_JOBID",
+        "task": "PBS_ARRAY_INDEX",
         "resources": _resources(job),
         "variables": ",".join([*tag, *job.batch.env_pass]),
     }
+
+
+_SLURM_TASK = "{SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # the variable's name follows a "$"
 
 
 def _slurm_context(job: BatchJob) -> dict[str, Any]:
@@ -140,7 +144,8 @@ def _slurm_context(job: BatchJob) -> dict[str, Any]:
     request = job.partition.gpu_request
     gpus: int | str = job.gpus_per_node
     return {
-        "job_number": "SLURM_JOB_ID",
+        "job_number": _SLURM_TASK if job.tasks or job.is_task else "SLURM_JOB_ID",
+        "task": "SLURM_ARRAY_TASK_ID",
         "export": export,
         "gpu_request": request,
         "gpus": f"gpu:{gpus}" if request == "gres" and gpus else gpus,

@@ -336,7 +336,7 @@ def _last_lines(records: Sequence[Submission], number: str) -> list[str]:
     for record in reversed(records):
         if number in record.jobs:
             text = "\n".join(
-                _tail(path) for path in (record.log(number), record.pbs_message_file(number))
+                _tail(path) for path in (record.log(number), record.message_file(number))
             )
             return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
     return []

@@ -15,8 +15,8 @@ of contexts of render.py, and a template. The module has these constants:
     DEPENDS_ON_ENDED    a job may be submitted behind one that has ended
     TAGS_EACH_JOB       jobs of one script can have tags of their own
 
-and these functions: `submission`, `submit`, `jobs`, `release`, `cancel`, `check_hand_over`,
-`subjects`, `queues`, `queues_left_out`.
+and these functions: `submission`, `submit`, `jobs`, `task_number`, `task_of`, `release`, `cancel`,
+`check_hand_over`, `subjects`, `queues`, `queues_left_out`.
 """
 
 import contextlib

@@ -50,12 +50,15 @@ _LONG_OPTION = {f"-{entry[0]}": f"--{entry[2:]}" for entry in _LONG.split("|")}
 _SYNONYMS = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
 
 
-def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> list[str]:
+def submission(
+    script: Path, log: Path, tag: str, after: str, held: bool, array: bool = False
+) -> list[str]:
     """Return the command that submits the script; `log` is a folder.
 
-    Slurm replaces % signs in a file's name, so that those of the folder are doubled.
+    Slurm replaces % signs in a file's name, so that those of the folder are doubled. The script of
+    an array says itself where its output goes: what Slurm adds is kept under the job's number.
     """
-    name = str(log / "log-").replace("%", "%%") + "%j"
+    name = str(log).replace("%", "%%") + ("/%A_%a.OU" if array else "/log-%j")
     words = [PROGRAM, "--parsable", f"--comment={tag}", f"--output={name}", "--open-mode=append"]
     if after:
         words.append(f"--dependency=afterany:{after}")
@@ -80,7 +83,7 @@ def submit(words: Sequence[str]) -> str:
 def jobs(user: str, numbers: Sequence[str]) -> list[QueuedJob]:
     """Return all jobs of the user that Slurm still knows, ended ones included."""
     answer = command.run(
-        ["squeue", "--noheader", "--states=all", f"--user={user}", f"--format={_FORMAT}"]
+        ["squeue", "--noheader", "--array", "--states=all", f"--user={user}", f"--format={_FORMAT}"]
     )
     if answer.code:
         raise Transient(f"squeue failed: {answer.complaint}")
@@ -103,6 +106,17 @@ def parse(text: str) -> list[QueuedJob]:
             reason = word
         queue.append(QueuedJob(number, state, reason, tag, "" if start == "N/A" else start))
     return queue
+
+
+def task_number(array: str, task: int) -> str:
+    """Return the number of a task of an array of jobs."""
+    return f"{array}_{task}"
+
+
+def task_of(number: str) -> tuple[str, int | None]:
+    """Return the number of the array that a job belongs to, and its task; else itself, None."""
+    array, _, task = number.partition("_")
+    return array, int(task) if task.isdecimal() else None
 
 
 def release(number: str) -> list[str]:

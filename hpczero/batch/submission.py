@@ -4,7 +4,8 @@
     spec.toml         the resolved spec
     job.sh            the script
     log-<job>         the job's output
-    <job>.OU          PBS: its own message, as for a job that it killed
+    <job>.OU          PBS: its own message, as for a job that it killed; for tasks of an array it
+                      lies in <sweep>/batch/<time>-<id>, under Slurm too
     links             a line for each event of a job: time, job, event, detail:
                       `began` and the newest checkpoint, `ended` and the exit code, or `passed`
     code              the exit code of the newest job's launcher
@@ -22,16 +23,18 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hpczero import env, safe_files
+from hpczero.batch.command import QueuedJob
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import HpczeroError
 
 _LONGEST = 16 << 20  # bytes of a file that are read
-_NUMBER = re.compile(r"\d{1,20}(\[\d*\])?(\.[\w.-]{1,255})?")
+_NUMBER = re.compile(r"\d{1,20}(_\d{1,10}|\[\d*\])?(\.[\w.-]{1,255})?")
 _FOLDER = re.compile(r"^\d{8}T\d{6}-[0-9a-f]{12}$")
 
 
@@ -46,6 +49,7 @@ class Submission:
     walltime: int  # seconds
     chain: int
     submitted: str  # UTC
+    task: int = -1  # of an array of jobs, which is several runs' in common; -1: of none
     complete: bool = False  # all jobs of the chain are in the queue
     jobs: tuple[str, ...] = field(default=())
 
@@ -67,8 +71,21 @@ class Submission:
         """Return the text by which a job is found in the queue if its number is unknown."""
         return f"hpczero:{self.id}:{link}"
 
-    def owns(self, tag: str) -> bool:
-        return tag.startswith(f"hpczero:{self.id}:")
+    def owns(self, job: QueuedJob) -> bool:
+        """Return True if the job's tag is that of this record; those of an array share one."""
+        if not job.tag.startswith(f"hpczero:{self.id}:"):
+            return False
+        return self.task < 0 or SCHEDULERS[self.scheduler].task_of(job.number)[1] == self.task
+
+    def command(self, link: int, after: str, held: bool) -> list[str]:
+        """Return the command that submits a job of the chain."""
+        kind = SCHEDULERS[self.scheduler]
+        script = self.path / "job.sh"
+        return list(kind.submission(script, self.path, self.tag(link), after, held))
+
+    def entered(self, number: str) -> str:
+        """Return the number to keep of a job that is in the queue under this one."""
+        return number
 
     def with_job(self, number: str) -> "Submission":
         jobs = (*self.jobs, number)
@@ -77,9 +94,10 @@ class Submission:
     def log(self, job: str) -> Path:
         return self.path / f"log-{job}"
 
-    def pbs_message_file(self, job: str) -> Path:
-        """Return the file for the message of PBS on a job that it ends."""
-        return self.path / f"{job}.OU"
+    def message_file(self, job: str) -> Path:
+        """Return the file for the message of the scheduler on a job that it ends."""
+        folder = self.path if self.task < 0 else self.run.parent / "batch" / self.path.name
+        return folder / f"{job}.OU"
 
     @property
     def last_event_time(self) -> float:
@@ -161,10 +179,56 @@ class Submission:
         texts = (self.id, self.site, self.submitted)
         return (
             all(type(count) is int and 0 <= count < 10**12 for count in counts)
+            and (type(self.task) is int and -1 <= self.task < 10**9)
             and all(isinstance(text, str) for text in texts)
             and self.scheduler in tuple(SCHEDULERS)
             and all(_NUMBER.fullmatch(job) for job in self.jobs)
         )
+
+
+@dataclass(frozen=True)
+class ArraySubmission:
+    """One array of jobs, each task the run of one of these records. It has no record of its own.
+
+    Its script lies in `<sweep>/batch/<time>-<id>`; each run's folder has one as if it were alone.
+    """
+
+    members: tuple[Submission, ...]
+    jobs: tuple[str, ...] = ()
+    chain: int = 1
+
+    @property
+    def path(self) -> Path:
+        first = self.members[0]
+        return first.run.parent / "batch" / first.path.name
+
+    @property
+    def scheduler(self) -> str:
+        return self.members[0].scheduler
+
+    def tag(self, link: int) -> str:
+        return self.members[0].tag(link)
+
+    def owns(self, job: QueuedJob) -> bool:
+        return any(member.owns(job) for member in self.members)
+
+    def command(self, link: int, after: str, held: bool) -> list[str]:
+        kind = SCHEDULERS[self.scheduler]
+        script = self.path / "job.sh"
+        return list(kind.submission(script, self.path, self.tag(link), after, held, array=True))
+
+    def entered(self, number: str) -> str:
+        array, _ = SCHEDULERS[self.scheduler].task_of(number)
+        return str(array)
+
+    def with_job(self, number: str) -> "ArraySubmission":
+        kind = SCHEDULERS[self.scheduler]
+        members = [one.with_job(kind.task_number(number, one.task)) for one in self.members]
+        return replace(self, members=tuple(members), jobs=(number,))
+
+    def write(self) -> None:
+        for member in self.members:
+            member.write()
 
 
 def _text(path: Path) -> str:
@@ -179,18 +243,19 @@ def of_run(run: Path) -> list[Submission]:
     return [record for path in folders if (record := Submission.read(path))]
 
 
-def remember(run: Path) -> None:
-    """Add the run to the list of the user's runs.
+def remember(runs: Sequence[Path]) -> None:
+    """Add the runs to the list of the user's runs.
 
-    Its jobs are in the queue already, so that a failure is only a warning.
+    Their jobs are in the queue already, so that a failure is only a warning.
     """
-    if run not in remembered():
+    known = remembered()
+    if new := [run for run in runs if run not in known]:
         try:
             safe_files.make_own_folder(env.state_folder())
             with safe_files.append_to(env.state_folder() / "runs") as file:
-                file.write(json.dumps(str(run)) + "\n")
+                file.write("".join(json.dumps(str(run)) + "\n" for run in new))
         except OSError as error:
-            without = f"hpczero status without an argument will not show {run}"
+            without = f"hpczero status without an argument will not show {new[0]}"
             print(
                 f"hpczero: cannot write {env.state_folder() / 'runs'}: {error.strerror}; {without}",
                 file=sys.stderr,

@@ -37,41 +37,37 @@ from hpczero.batch.job import (
     supply_of,
 )
 from hpczero.batch.render import render
-from hpczero.batch.submission import Submission
+from hpczero.batch.submission import ArraySubmission, Submission
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, make_own_folder, write_text
-from hpczero.spec.load import load, to_toml, toml_value
+from hpczero.spec.keys import flat
+from hpczero.spec.load import from_dict, load, to_toml, tree_of
 from hpczero.spec.schema import Batch, Spec
 from hpczero.text import join_words, toml_repr
 from hpczero.train import run_directory
 
 _PROBED = 5  # steps of a probe
+_NOT_FINISHED = "the jobs ended before the run was finished"
 _PROBED_BEFORE = 3  # of them before the save
 _BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds to wait after an attempt without an answer
 
 
 def submit(options: Namespace) -> int:
-    settings = _probe_settings(options) if options.probe else []
-    overrides = [*options.overrides, *settings]
-    spec = load(options.spec, overrides).spec
-    return submit_run(spec, options, overrides)
+    spec = load(options.spec, options.overrides).spec
+    return submit_run(_probe_of(spec) if options.probe else spec, options, options.overrides)
 
 
 def submit_run(spec: Spec, options: Namespace, overrides: Sequence[str] = ()) -> int:
     """Submit the run of a spec; `overrides`: values of it that its program gets as words."""
     run = run_directory.path_of(spec)
-    if "$" in str(run):
-        raise InputError(
-            f"output = {toml_repr(spec.output)}: this leads to {run}, "
-            "and what follows the $ is not set here"
-        )
+    refuse_unset(spec.output, run)
     if done := run_directory.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     run_directory.refuse_another(spec)
     supply = supply_of(spec, must_be_here=not options.dry_run)
-    record, job = _planned(spec, run, options.probe, overrides)
+    record, job = planned(spec, run, options.probe, overrides)
     script = render(job)
     print_notes(spec, job, supply)
     times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
@@ -80,18 +76,28 @@ def submit_run(spec: Spec, options: Namespace, overrides: Sequence[str] = ()) ->
         print(script, end="")
         print(f"hpczero: {summary}; nothing was submitted", file=sys.stderr)
         return 0
-    _refuse_unready(job)
-    with _claimed(run) as lock:
-        _refuse_in_progress(run)
-        _write(record, spec, job, script)
-        record = Chain(record, lock.beat).submit()
-    submission.remember(run)
-    print(f"submitted as job {join_words(list(record.jobs))}: {summary}")
+    refuse_unready(job)
+    with claimed(run) as lock:
+        if why := in_progress(run, living([run], now=True)):
+            raise InputError(why)
+        write(record, spec, job, script)
+        jobs = Chain(record, lock.beat).submit().jobs
+    submission.remember([run])
+    print(f"submitted as job {join_words(list(jobs))}: {summary}")
     print(f"  hpczero status {run}\n  hpczero logs -f {run}")
-    return wait(record) if options.wait else 0
+    return wait([run]) if options.wait else 0
 
 
-def _planned(
+def refuse_unset(output: str, folder: Path) -> None:
+    """Raise InputError if the folder of the output has a variable that is not set."""
+    if "$" in str(folder):
+        raise InputError(
+            f"output = {toml_repr(output)}: this leads to {folder}, "
+            "and what follows the $ is not set here"
+        )
+
+
+def planned(
     spec: Spec, run: Path, probe: bool, overrides: Sequence[str]
 ) -> tuple[Submission, BatchJob]:
     """Return the record of the submission and its job.
@@ -103,27 +109,32 @@ def _planned(
     record = Submission.new(
         run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain
     )
-    batch = spec.batch
+    return record, as_recorded(job, spec.batch, record, probe, overrides)
+
+
+def as_recorded(
+    job: BatchJob, batch: Batch, record: Submission, probe: bool, overrides: Sequence[str]
+) -> BatchJob:
+    """Return the job with its program, which reads the spec that lies beside its record."""
     path = str(record.path / "spec.toml")
     reads_it = not batch.command or any("{spec}" in word for word in batch.command)
     words = program(batch, path, () if reads_it else overrides)
     first = program(batch, path, [f"train.steps={_PROBED_BEFORE}"]) if probe else ()
-    return record, replace(
+    return replace(
         job,
         program=words,
         first=first,
-        run=str(run),
+        run=str(record.run),
         submission=str(record.path),
         tag=record.tag(0),
     )
 
 
-def _probe_settings(options: Namespace) -> list[str]:
-    """Return the settings that turn a job into its probe, a run of its own.
+def _probe_of(spec: Spec) -> Spec:
+    """Return the spec of the job's probe, a run of its own.
 
     It runs the same layout for a few steps, with a save and a restore, where short jobs begin soon.
     """
-    spec = load(options.spec, options.overrides).spec
     if spec.batch.command:
         raise InputError(
             "--probe shortens a run of hpczero run, and batch.command is a program of your own: "
@@ -145,7 +156,8 @@ def _probe_settings(options: Namespace) -> list[str]:
         "batch.walltime": "15m",
     }
     settings |= {f"batch.{key}": value for key, value in _soon(spec.batch).items()}
-    return [f"{key}={toml_value(value)}" for key, value in settings.items()]
+    values = flat(spec) | settings
+    return from_dict(tree_of(values)).spec
 
 
 def _soon(batch: Batch) -> dict[str, str]:
@@ -158,7 +170,7 @@ def _soon(batch: Batch) -> dict[str, str]:
     return {} if refusal else probe
 
 
-def _refuse_unready(job: BatchJob) -> None:
+def refuse_unready(job: BatchJob) -> None:
     """Raise HpczeroError unless the scheduler, the variables and a fitting launcher are here."""
     kind = scheduler.SCHEDULERS[job.scheduler]
     if not command.is_here(kind.PROGRAM):
@@ -175,41 +187,47 @@ def _refuse_unready(job: BatchJob) -> None:
     refuse_launcher(job)
 
 
-def _claimed(run: Path) -> RunLock:
+def claimed(run: Path) -> RunLock:
     """Lock the run, so that no other process submits it."""
     try:
         make_own_folder(run)
         make_own_folder(run / "batch")
     except OSError as error:
-        raise _unwritable(run, error) from error
+        raise unwritable(run, error) from error
     return RunLock(run / "batch")
 
 
-def _refuse_in_progress(run: Path) -> None:
-    if alive := living(run, now=True):
-        jobs = join_words([f"{job.number} ({job.state})" for job in alive])
-        raise InputError(
+def in_progress(run: Path, alive: Sequence[QueuedJob]) -> str:
+    """Return who works on the run, or will; "" if nobody does. `alive`: jobs in the queue."""
+    records = submission.of_run(run)
+    numbers = {number for record in records for number in record.jobs}
+    its = [job for job in alive if job.number in numbers or any(map(_owner(job), records))]
+    if its:
+        jobs = join_words([f"{job.number} ({job.state})" for job in its])
+        return (
             f"{run} has been submitted already: job {jobs}; "
             f"hpczero status {run}, hpczero cancel {run}"
         )
-    ended = {number for record in submission.of_run(run) for number in record.jobs}
     holder = living_holder(run)
-    if holder and holder.job not in ended:
-        raise InputError(f"{run} is in use by {holder}")
+    return f"{run} is in use by {holder}" if holder and holder.job not in numbers else ""
 
 
-def living(run: Path, now: bool = False) -> list[QueuedJob]:
-    """Return the run's jobs that are in the queue or running."""
-    return [job for jobs in living_by_scheduler(run, now).values() for job in jobs]
+def _owner(job: QueuedJob) -> Callable[[Submission], bool]:
+    return lambda record: record.owns(job)
 
 
-def living_by_scheduler(run: Path, now: bool = False) -> dict[str, list[QueuedJob]]:
-    """Return scheduler -> the run's jobs in its queue or running.
+def living(runs: Sequence[Path], now: bool = False) -> list[QueuedJob]:
+    """Return the runs' jobs that are in the queue or running."""
+    return [job for jobs in living_by_scheduler(runs, now).values() for job in jobs]
+
+
+def living_by_scheduler(runs: Sequence[Path], now: bool = False) -> dict[str, list[QueuedJob]]:
+    """Return scheduler -> the runs' jobs in its queue or running.
 
     Included are jobs that are not in a record, and known by their tag only.
     """
     alive: dict[str, list[QueuedJob]] = {}
-    records = submission.of_run(run)
+    records = [record for run in runs for record in submission.of_run(run)]
     for name in sorted({record.scheduler for record in records}):
         there = [record for record in records if record.scheduler == name]
         numbers = [number for record in there for number in record.jobs]
@@ -220,21 +238,21 @@ def living_by_scheduler(run: Path, now: bool = False) -> dict[str, list[QueuedJo
         of_run = {
             job.number: job
             for job in known
-            if job.number in numbers or any(record.owns(job.tag) for record in there)
+            if job.number in numbers or any(record.owns(job) for record in there)
         }
         alive[name] = [job for job in of_run.values() if job.is_alive]
     return alive
 
 
-def still_living(run: Path) -> bool:
-    """Return True if the run has living jobs, or if its scheduler does not answer for now."""
+def still_living(runs: Sequence[Path]) -> bool:
+    """Return True if the runs have living jobs, or if a scheduler does not answer for now."""
     try:
-        return bool(living(run))
+        return bool(living(runs))
     except (Transient, command.NoAnswer):
         return True
 
 
-def _write(record: Submission, spec: Spec, job: BatchJob, script: str) -> None:
+def write(record: Submission, spec: Spec, job: BatchJob, script: str) -> None:
     """Write the submission's folder.
 
     The spec names the folder and the site as they are here: a compute node may resolve others.
@@ -246,11 +264,11 @@ def _write(record: Submission, spec: Spec, job: BatchJob, script: str) -> None:
         write_text(record.path / "spec.toml", to_toml(placed))
         write_text(record.path / "job.sh", script)
     except OSError as error:
-        raise _unwritable(record.path, error) from error
+        raise unwritable(record.path, error) from error
     record.write()
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def unwritable(path: Path, error: OSError) -> InputError:
     return InputError(
         f"cannot write in {path}: {error.strerror}; set output to a folder that you may write in"
     )
@@ -260,7 +278,7 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 class Chain:
     """A submission in progress."""
 
-    record: Submission
+    record: Submission | ArraySubmission
     beat: Callable[[], None] = lambda: None  # refreshes the lock of the run
     sleep: Callable[[float], None] = time.sleep
 
@@ -268,7 +286,7 @@ class Chain:
     def kind(self) -> ModuleType:
         return scheduler.SCHEDULERS[self.record.scheduler]
 
-    def submit(self) -> Submission:
+    def submit(self) -> Submission | ArraySubmission:
         """Submit all jobs of the chain; on any failure cancel those that are in the queue."""
         holds_first = not self.kind.DEPENDS_ON_ENDED and self.record.chain > 1
         try:
@@ -288,8 +306,7 @@ class Chain:
         return self.record
 
     def _submit_one(self, link: int, after: str, held: bool) -> str:
-        folder = self.record.path
-        words = self.kind.submission(folder / "job.sh", folder, self.record.tag(link), after, held)
+        words = self.record.command(link, after, held)
         for attempt, pause in enumerate(_BETWEEN, 1):
             try:
                 return str(self.kind.submit(words))
@@ -315,7 +332,7 @@ class Chain:
                 if pause is not None:
                     self.sleep(pause)
                 continue
-            tagged = [job.number for job in known if job.tag == tag]
+            tagged = [self.record.entered(job.number) for job in known if job.tag == tag]
             return next((number for number in tagged if number not in self.record.jobs), "")
         raise HpczeroError(
             f"{error}; and then the queue could not be read, so that nobody knows whether the job "
@@ -338,7 +355,7 @@ class Chain:
             numbers += [
                 job.number
                 for job in known
-                if job.is_alive and self.record.owns(job.tag) and job.number not in numbers
+                if job.is_alive and self.record.owns(job) and job.number not in numbers
             ]
         except HpczeroError:  # the jobs in the record are cancelled all the same
             pass
@@ -352,10 +369,12 @@ class Chain:
                 )
 
 
-def wait(record: Submission) -> int:
-    """Wait until none of its jobs is left; return 0 if the run is finished."""
-    while still_living(record.run):
+def wait(runs: Sequence[Path]) -> int:
+    """Wait until none of the runs' jobs is left; return 0 if the runs are finished."""
+    while still_living(runs):
         time.sleep(scheduler.ASK_EVERY)
-    reason = record.closed_reason or "the jobs ended before the run was finished"
-    print(f"{record.run}: {reason}")
-    return 0 if reason == "the run is finished" else 1
+    reasons = {}
+    for run in runs:
+        reasons[run] = submission.of_run(run)[-1].closed_reason or _NOT_FINISHED
+        print(f"{run}: {reasons[run]}")
+    return 0 if set(reasons.values()) == {"the run is finished"} else 1

@@ -38,7 +38,7 @@ def check(options: Namespace) -> int:
 
     spec = loaded.spec
     supply = count_tokens(spec)
-    layout = _lay_out(spec, options.ranks, options.ranks_per_node)
+    layout = lay_out(spec, options.ranks, options.ranks_per_node)
     notes = [*unavailable(spec), *without_effect(spec), *_layout_notes(spec, layout)]
     notes += [*_model_notes(spec), *site_profile.unusable()]
     notes += filter(None, [states_folder.warning(spec.zero, "here")])
@@ -87,7 +87,7 @@ class Layout:
     refusal: str  # why it does not fit the nodes, as far as they are known; empty: it does
 
 
-def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
+def lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
     """Return the layout over --ranks; None without this option."""
     if spec.batch.cluster:
         from hpczero.planner.cluster import find

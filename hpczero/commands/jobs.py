@@ -5,16 +5,18 @@ import os
 import shlex
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpczero.batch import run_status, scheduler, submission
+from hpczero.batch import run_status, scheduler, submission, sweep_runs
 from hpczero.batch.command import QueuedJob
 from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_by_scheduler
+from hpczero.batch.submit_sweep import folder_of
 from hpczero.errors import HpczeroError, InputError
-from hpczero.spec.load import load
+from hpczero.spec.load import load, load_sweep
 from hpczero.text import format_age, format_bytes, format_duration, join_words, printable, toml_repr
 from hpczero.train.run_directory import path_of
 
@@ -24,24 +26,64 @@ _LARGE = 1e6  # a loss above it is printed with four digits
 
 
 def status(options: Namespace) -> int:
-    runs = [run_named(options.run)] if options.run else submission.remembered()
-    states, silent = states_of(runs)
+    wanted = named(options.run) if options.run else Named(tuple(submission.remembered()))
+    states, silent = states_of(wanted.runs)
     if options.json:
-        data = _as_data(states)
-        print(json.dumps(data[0] if options.run else data, indent=2))
-    elif options.run:
+        print(json.dumps(_status_as_data(wanted, states, bool(options.run)), indent=2))
+    elif options.run and not wanted.folder:
         print("\n".join(_in_full(states[0])))
     elif states:
         rows = [
-            [*_row(progress, progress.run.name, 40), f"{progress.node_hours:.3g}", _jobs(progress)]
+            [
+                *_row(progress, wanted.short(progress.run), 60 if wanted.folder else 40),
+                f"{progress.node_hours:.3g}",
+                _jobs(progress),
+            ]
             for progress in states
         ]
-        _print_table([*_COLUMNS, "node-hours", "jobs"], rows)
+        print_table([*_COLUMNS, "node-hours", "jobs"], rows)
+        if wanted.folder:
+            print("\n".join(["", *sweep_runs.in_sum(states, wanted.folder, wanted.spec)]))
     else:
         print("no run was submitted from here yet: hpczero submit SPEC; ", end="")
         print("hpczero runs FOLDER lists those below a folder")
     print_silent(silent)
     return 0
+
+
+@dataclass(frozen=True)
+class Named:
+    """The run, or the runs of a sweep, that a word of the command line means."""
+
+    runs: tuple[Path, ...]
+    folder: Path | None = None  # of the sweep
+    spec: str = ""  # of the sweep, if the word was its file
+
+    def short(self, run: Path) -> str:
+        """Return the run's name, without that of its sweep."""
+        return run.name[len(self.folder.name) + 1 :] if self.folder else run.name
+
+
+def named(name: str) -> Named:
+    """Find a run, or the runs of a sweep: by a path, a spec, or a name of either."""
+    if name.endswith(".toml") and (sweep := load_sweep(name)):
+        folder = folder_of(sweep)
+        return Named(tuple(folder / run.name for run, _ in sweep.runs), folder, name)
+    parents = [run.parent for run in submission.remembered() if run.parent.name == name]
+    for candidate in [Path(name), *dict.fromkeys(parents), Path("runs") / name]:
+        if runs_of_it := sweep_runs.runs_in(candidate.absolute()):
+            return Named(tuple(runs_of_it), candidate.absolute())
+        if candidate.is_dir():
+            break
+    return Named((run_named(name),))
+
+
+def _status_as_data(wanted: Named, states: Sequence[Progress], one: bool) -> object:
+    data = _as_data(states)
+    if wanted.folder:
+        counts = Counter(progress.state for progress in states)
+        return {"sweep": str(wanted.folder), "states": counts, "runs": data}
+    return data[0] if one else data
 
 
 def states_of(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
@@ -77,10 +119,10 @@ def cancel(options: Namespace) -> int:
 
     They are cancelled also if the record cannot be written, as on a full disk.
     """
-    run = submitted_run_named(options.run)
-    living = living_by_scheduler(run, now=True).items()
+    wanted = submitted_runs_named(options.run)
+    living = living_by_scheduler(wanted.runs, now=True).items()
     alive = {name: [job.number for job in jobs] for name, jobs in living if jobs}
-    for record in submission.of_run(run):
+    for record in (record for run in wanted.runs for record in submission.of_run(run)):
         if record.scheduler in alive and not record.closed_reason:
             try:
                 record.close("cancelled")
@@ -92,7 +134,7 @@ def cancel(options: Namespace) -> int:
     if cancelled:
         print(f"cancelled: {join_words(cancelled)}")
     else:
-        print(f"{printable(str(run))} has no job in the queue")
+        print(f"{printable(str(wanted.folder or wanted.runs[0]))} has no job in the queue")
     return 0
 
 
@@ -120,14 +162,19 @@ def run_named(name: str) -> Path:
     return run
 
 
-def submitted_run_named(name: str) -> Path:
-    """Find the directory of a run that was submitted to the batch system."""
-    run = run_named(name)
-    if not submission.of_run(run):
+def submitted_runs_named(name: str) -> Named:
+    """Find the run, or those runs of a sweep, that were submitted to the batch system."""
+    wanted = named(name)
+    submitted = tuple(run for run in wanted.runs if submission.of_run(run))
+    if not submitted and wanted.folder:
+        folder = printable(str(wanted.folder))
+        raise InputError(f"no run of the sweep in {folder} was submitted: hpczero submit SPEC")
+    if not submitted:
+        run = wanted.runs[0]
         stop = f"touch {shlex.quote(str(run / 'stop'))} stops it with a checkpoint"
         by_hand = "was started by hand, and never submitted: it printed where it was started"
         raise InputError(f"{printable(str(run))} {by_hand}, and {stop}")
-    return run
+    return replace(wanted, runs=submitted)
 
 
 def _known(runs: Sequence[Path]) -> tuple[list[QueuedJob], dict[str, str]]:
@@ -153,7 +200,7 @@ def _as_data(states: Sequence[Progress]) -> list[dict[str, object]]:
     return [asdict(progress) | {"run": str(progress.run)} for progress in states]
 
 
-def _print_table(head: list[str], rows: list[list[str]]) -> None:
+def print_table(head: list[str], rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in [head, *rows]:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
@@ -233,8 +280,6 @@ def _bytes_below(run: Path) -> int:
 
 # The verb `runs`: all runs below a folder, found by their files, whoever started them.
 
-_STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
-
 
 def runs(options: Namespace) -> int:
     folder = Path(options.folder)
@@ -257,7 +302,7 @@ def runs(options: Namespace) -> int:
             [*_row(progress, name, 60), format_age(progress.age_seconds)]
             for progress, name in zip(states, names, strict=True)
         ]
-        _print_table([*_COLUMNS, "age"], rows)
+        print_table([*_COLUMNS, "age"], rows)
     else:
         print(f"no run lies below {printable(str(folder))}")
     print_silent(silent)
@@ -272,14 +317,7 @@ def below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
         folder, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}")
     )
     for path, folders, files in walk:
-        if is_run(Path(path), [*folders, *files]):
+        if sweep_runs.is_run(Path(path), [*folders, *files]):
             folders.clear()
             yield Path(path)
         folders[:] = [name for name in folders if not name.startswith(".")]
-
-
-def is_run(path: Path, names: Sequence[str]) -> bool:
-    """Return True for a folder with files of a run, or of a submission."""
-    if "spec.toml" in names and any(name in names for name in _STARTED):
-        return True
-    return "batch" in names and bool(submission.of_run(path))

@@ -6,20 +6,23 @@ They run on login nodes: no torch, no mpi4py, no psutil.
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpczero import env
 from hpczero.batch import sites
-from hpczero.batch.job import SubmitHost, plan, print_notes, program, supply_of
+from hpczero.batch.job import BatchJob, SubmitHost, plan, print_notes, program, supply_of
 from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
 from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.keys import entries, full_name
-from hpczero.spec.load import load
-from hpczero.text import printable, toml_repr
+from hpczero.spec.load import LoadedSweep, load, load_sweep
+from hpczero.spec.schema import Spec
+from hpczero.text import format_count, printable, toml_repr
 
 
 def list_(options: Namespace) -> int:
@@ -132,16 +135,21 @@ def _value(value: Any) -> str:
 
 
 def render(options: Namespace) -> int:
-    spec = load(options.spec, options.overrides).spec
+    sweep = load_sweep(options.spec, options.overrides)
+    if sweep:
+        spec = sweep.runs[0][1].spec
+        job = _array(sweep, options)
+    else:
+        spec = load(options.spec, options.overrides).spec
+        job = _job(spec, options, options.overrides)
     supply = supply_of(spec)
-    words = program(spec.batch, str(Path(options.spec).absolute()), options.overrides)
-    job = plan(spec, SubmitHost.now(), words)
     script = script_of(job)
     if options.output:
         _write(Path(options.output), script)
     else:
         print(script, end="")
-    print(f"hpczero: {job.site}: {job.size}, {job.cost}", file=sys.stderr)
+    runs = f"{format_count(job.tasks, 'run')}, each on " if sweep else ""
+    print(f"hpczero: {job.site}: {runs}{job.size}, {job.cost}", file=sys.stderr)
     print_notes(spec, job, supply)
     if spec.batch.chain > 1:
         print(
@@ -150,6 +158,29 @@ def render(options: Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _job(spec: Spec, options: Namespace, overrides: Sequence[str]) -> BatchJob:
+    words = program(spec.batch, str(Path(options.spec).absolute()), overrides)
+    return plan(spec, SubmitHost.now(), words)
+
+
+def _array(sweep: LoadedSweep, options: Namespace) -> BatchJob:
+    """Return an array of jobs, each task a run of the sweep, whose number it takes itself."""
+    specs = [loaded.spec for _, loaded in sweep.runs]
+    if specs[0].batch.command:
+        raise InputError(
+            "a task of an array takes its run by sweep.run, which a program of batch.command does "
+            "not see: hpczero submit gives each run a spec of its own"
+        )
+    jobs = [_job(spec, options, [*options.overrides, "sweep.run=task"]) for spec in specs]
+    if any(replace(job, name="") != replace(jobs[0], name="") for job in jobs):
+        raise InputError(
+            "the runs of this sweep ask for different jobs, which are no array: hpczero submit "
+            "takes each as its own, and render one: --set sweep.run=NAME"
+        )
+    tasks = len(jobs)
+    return replace(jobs[0], name=sweep.name, tasks=tasks, at_once=sweep.at_once)
 
 
 def _write(path: Path, script: str) -> None:

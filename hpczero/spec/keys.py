@@ -268,6 +268,7 @@ def unknown(table: str, leaf: str, value: Any) -> str:
     name = printable(given, 100)
     if isinstance(value, dict):
         known_tables = [known for known in tables() if known and (not table or "." in known)]
+        known_tables += [] if table else ["sweep"]
         close = nearest(given, known_tables)
         if close:
             return f"[{name}]: unknown table; did you mean [{close}]?"

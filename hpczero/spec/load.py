@@ -32,10 +32,16 @@ from hpczero.spec.keys import (
 )
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
+from hpczero.spec.sweep import SweepRun
+from hpczero.spec.sweep_table import Given, take_sweep
 from hpczero.spec.table import Role, Table
 from hpczero.spec.toml import Layer, read_layers
+from hpczero.text import printable
 
-__all__ = ["Difference", "GivenValue", "Loaded", "Origin", "differences", "load", "to_toml"]
+__all__ = [
+    *("Difference", "GivenValue", "Loaded", "LoadedSweep", "Origin"),
+    *("differences", "load", "load_sweep", "to_toml"),
+]
 
 DEFAULT = Origin("", None, "default")
 
@@ -71,13 +77,82 @@ class Difference:
         return f"{self.key}: {self.old!r} there, {self.new!r} now"
 
 
+@dataclass(frozen=True)
+class LoadedSweep:
+    """A spec with a table [sweep]: its runs, each with a spec of its own."""
+
+    name: str
+    output: str  # the folder of the runs' folders, as specs write it
+    at_once: int  # runs that are started at the same time; 0: any number
+    runs: tuple[tuple[SweepRun, Loaded], ...]
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a spec, its parents, its site's profile and `overrides` ("train.steps=5").
 
-    InputError lists every mistake found in them.
+    InputError lists every mistake found in them. Of a sweep it is the run that sweep.run names.
     """
+    layers, mistakes, sweep = _read(path, overrides)
+    if sweep is None:
+        return _merge(str(path), layers, mistakes)
+    if sweep.run is None:
+        one = f"one of them: --set sweep.run=NAME, or its number (hpczero check {path} lists them)"
+        raise InputError(f"{printable(str(path))} is a sweep of several runs, and this takes {one}")
+    return _load_runs(path, layers, mistakes, sweep).runs[0][1]
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSweep | None:
+    """Read all runs of a sweep; None if the spec has no [sweep], or sweep.run names one of it."""
+    layers, mistakes, sweep = _read(path, overrides)
+    if sweep is None or sweep.run is not None:
+        return None
+    return _load_runs(path, layers, mistakes, sweep)
+
+
+def _read(
+    path: str | Path, overrides: Sequence[str]
+) -> tuple[list[Layer], list[Mistake], Given | None]:
     layers, mistakes = read_layers(path, overrides)
-    return _merge(str(path), [*site_profile.layers(layers), *layers], mistakes)
+    sweep = take_sweep(layers)
+    return [*site_profile.layers(layers), *layers], mistakes, sweep
+
+
+def _load_runs(
+    path: str | Path, layers: list[Layer], mistakes: list[Mistake], given: Given
+) -> LoadedSweep:
+    """Return the sweep, of which the given run alone is checked if there is one.
+
+    Each run is checked as any spec is; what is wrong with several of them is said once.
+    """
+    base, wrong = _base(layers)
+    mistakes = [*mistakes, *given.mistakes, *wrong]
+    folder = f"{base.output}/{base.name}"
+    runs = []
+    if given.mistakes:
+        mistakes += _merged(layers)[1]  # what else is wrong with the spec is told beside it
+    for run in [] if given.mistakes else given.runs(base.name, base.seed):
+        own = [Layer.of_value(one.key, one.value, one.source) for one in run.settings]
+        place = Layer({"name": run.name, "output": folder}, name="[sweep]")
+        loaded, wrong = _merged([*layers, *own, place])
+        runs.append((run, loaded))
+        mistakes += wrong
+    if mistakes:
+        once = {(one.source.text, one.describe()): one for one in mistakes}
+        files = [layer.file for layer in layers]
+        raise InputError(message(str(path), files, list(once.values())))
+    return LoadedSweep(base.name, folder, given.sweep.at_once, tuple(runs))
+
+
+def _base(layers: list[Layer]) -> tuple[Spec, list[Mistake]]:
+    """Return the spec without its sweep, and the mistakes in what its runs' names are made of."""
+    history, _ = _history(layers)
+    last = {key: given[-1] for key, given in history.items() if len(given) > 1}
+    spec, invalid = _validate({key: given.value for key, given in last.items()})
+    return spec, [
+        Mistake(last[key].source, partial(not_allowed, key, last[key].value))
+        for key in invalid
+        if key in ("name", "seed", "output")
+    ]
 
 
 def from_dict(tree: Mapping[str, Any]) -> Loaded:
@@ -96,18 +171,23 @@ def differences(old: Spec, new: Spec) -> list[Difference]:
 
 
 def _merge(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
+    loaded, wrong = _merged(layers)
+    if mistakes or wrong:
+        raise InputError(message(name, [layer.file for layer in layers], [*mistakes, *wrong]))
+    return loaded
+
+
+def _merged(layers: list[Layer]) -> tuple[Loaded, list[Mistake]]:
+    """Return the spec that the layers make, and the mistakes in them."""
     history, unknown_keys = _history(layers)
     last = {key: given[-1] for key, given in history.items() if len(given) > 1}
     spec, invalid = _validate({key: given.value for key, given in last.items()})
-    mistakes += unknown_keys
-    mistakes += [
+    mistakes = unknown_keys + [
         Mistake(last[key].source, partial(not_allowed, key, last[key].value)) for key in invalid
     ]
     stated = [key for key in last if key not in invalid]
     mistakes += _contradictions(spec, history, stated, certain=not mistakes)
-    if mistakes:
-        raise InputError(message(name, [layer.file for layer in layers], mistakes))
-    return Loaded(spec, {key: tuple(given) for key, given in history.items()})
+    return Loaded(spec, {key: tuple(given) for key, given in history.items()}), mistakes
 
 
 def _history(layers: list[Layer]) -> tuple[dict[str, list[GivenValue]], list[Mistake]]:
@@ -133,6 +213,17 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
 
     The spec has the default of such a key.
     """
+    try:
+        return Spec.model_validate(tree_of(values)), []
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+    invalid = list(dict.fromkeys(_key_at(problem["loc"]) for problem in problems))
+    spec, _ = _validate({name: value for name, value in values.items() if name not in invalid})
+    return spec, invalid
+
+
+def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of "train.steps" -> value."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *path, leaf = name.split(".")
@@ -140,13 +231,7 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
         for part in path:
             table = table.setdefault(part, {})
         table[leaf] = value
-    try:
-        return Spec.model_validate(tree), []
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False, include_context=False)
-    invalid = list(dict.fromkeys(_key_at(problem["loc"]) for problem in problems))
-    spec, _ = _validate({name: value for name, value in values.items() if name not in invalid})
-    return spec, invalid
+    return tree
 
 
 def _key_at(location: tuple[int | str, ...]) -> str:
@@ -201,6 +286,9 @@ once, with file and line.
 Tables merge, arrays replace. The first of these that names a key decides: `--set section.key=value`
 on the command line, the spec, what it extends, the profile of the site, the default.
 `hpczero check SPEC --explain section.key` prints where a value comes from.
+
+A table `[sweep]` (`grid`, `list`, `random`, `runs`, `seeds`, `at_once`, `run`) makes several runs
+of one spec, each checked as a spec of its own ([sweeps.md](sweeps.md)).
 
 The role of a key says what a change means for a run that already exists:
 

@@ -36,6 +36,17 @@ class Layer:
     option: str = ""  # the text after --set
     name: str = ""  # of a source that is neither
 
+    @classmethod
+    def of_value(cls, key: str, value: Any, source: Origin) -> "Layer":
+        """Return a layer of one value, which came from another place."""
+        path = tuple(key.split("."))
+        tree = value
+        for part in reversed(path):
+            tree = {part: tree}
+        if not source.file:
+            return cls(tree, name=source.text)
+        return cls(tree, source.file, {path: source.line} if source.line else {})
+
     def source(self, *path: str) -> Origin:
         if self.name:
             return Origin("", None, self.name)

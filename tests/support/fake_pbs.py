@@ -10,6 +10,9 @@ A job is a folder `<number>` with the files
     variables   those of -v, as PBS hands them over
     end         substate, exit status and comment of an ended job, as JSON
 
+An array (#PBS -J 0-N) is a folder `<number>[]`, and one such as `<number>[0]` for each task. Its
+words follow the manuals of PBS: no array of a real one was seen.
+
 Files in the folder of the queue change what happens:
     lose        the next qsub enters the job, then dies without an answer
     refuse      qsub fails; the content is the error
@@ -19,11 +22,13 @@ Files in the folder of the queue change what happens:
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 SERVER = "headnode"
+_NUMBERS = re.compile(r"\d+")
 QUOTES = "\"'"
 _HEAD = f"""
 {SERVER}: 
@@ -43,6 +48,12 @@ def end(code: int, text: str) -> NoReturn:
 class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, folder.name
+
+    @property
+    def task(self) -> str:
+        """The number of a task in its array; "" for other jobs."""
+        found = re.search(r"\[(\d+)\]", self.number)
+        return found[1] if found else ""
 
     def read(self, name: str) -> str:
         path = self.folder / name
@@ -133,7 +144,10 @@ class Server:
     def jobs(self) -> list[Job]:
         folders = [path for path in self.queue.iterdir() if path.is_dir()]
         return [
-            Job(path) for path in sorted(folders, key=lambda path: int(path.name.split(".")[0]))
+            Job(path)
+            for path in sorted(
+                folders, key=lambda path: [int(n) for n in _NUMBERS.findall(path.name)]
+            )
         ]
 
     def find(self, word: str) -> Job | None:
@@ -164,14 +178,18 @@ class Server:
                 named = "=" not in entry
                 value = handed_over(entry, os.environ.get(entry, "")) if named else entry
                 variables += f"{value},"
-        number = f"{17 + len(self.jobs())}.{SERVER}"
+        first = 17 + len({job.number.split(".")[0].split("[")[0] for job in self.jobs()})
+        array = re.search(r"^#PBS -J 0-(\d+)", script, re.MULTILINE)
+        number = f"{first}[].{SERVER}" if array else f"{first}.{SERVER}"
         after = next(
             (word.partition(":")[2] for word in words if word.startswith("depend=afterany:")), ""
         )
-        (self.queue / number).mkdir()
-        job = Job(self.queue / number)
-        job.write(words="\n".join(words), script=script, after=after, variables=variables)
-        job.write(state="H" if "-h" in words or after else "Q")
+        tasks = range(int(array[1]) + 1) if array else ()
+        for name in (number, *(number.replace("[]", f"[{task}]") for task in tasks)):
+            (self.queue / name).mkdir()
+            job = Job(self.queue / name)
+            job.write(words="\n".join(words), script=script, after=after, variables=variables)
+            job.write(state="H" if "-h" in words or after else "Q")
         if after and not self.find(after):
             job.ends(92)
         self.settle()
@@ -186,7 +204,7 @@ class Server:
                 f"{job.number:<15.15} user      workq    a-run         "
                 f"--    1   2    --  00:05 {job.state}   -- "
                 for job in self.jobs()
-                if job.state != "F"
+                if job.state != "F" and ("-t" in words or not job.task)
             ]
             print(_HEAD + "\n".join(lines) if lines else "", end="\n" if lines else "")
             return
@@ -224,7 +242,10 @@ class Server:
                 code = 35
                 print(f"qdel: Job has finished {word}", file=sys.stderr)
             else:
-                self.delete(job)
+                whole = job.number.partition("[]")
+                its = [one for one in self.jobs() if one.number.startswith(whole[0] + "[")]
+                for one in its if whole[1] else [job]:
+                    self.delete(one)
         self.settle()
         sys.exit(code)
 

@@ -365,7 +365,7 @@ def test_waiting_outlives_a_scheduler_that_is_silent_for_a_while(
     assert main(["submit", "spec.toml", "--set", "batch.chain=1"]) == 0
     (queue / "deaf").touch()
     scheduler.forget("pbs")
-    assert submit.still_living(record(tmp_path).run)
+    assert submit.still_living([record(tmp_path).run])
     (queue / "deaf").unlink()
     fakes.state(queue, "17.headnode", "F")
-    assert not submit.still_living(record(tmp_path).run)
+    assert not submit.still_living([record(tmp_path).run])
