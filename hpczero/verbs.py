@@ -107,6 +107,25 @@ VERBS = {
         argument("folder FOLDER", "the folder (default: runs)", nargs="?", default="runs"),
         JSON,
     ),
+    "compare": verb(
+        "hpczero.commands.compare:compare_",
+        "runs beside each other: what differs, losses over steps, tokens and time, the best",
+        argument("runs RUN", f"{RUN_HELP}, or a folder: all runs below it", nargs="+"),
+        flag("--each", "every run by itself, also those that differ by their seed alone"),
+        argument(
+            "--over",
+            "the losses at equal steps, tokens, seconds of steps, or seconds by the clock",
+            choices=["steps", "tokens", "seconds", "clock"],
+        ),
+        argument("--csv FILE", "write the curves to this file (-: to stdout)"),
+        argument(
+            "--points N",
+            "at most N points of a run's training loss, in --csv and --json (default: 500)",
+            type=int,
+            default=500,
+        ),
+        JSON,
+    ),
     "cancel": verb(
         "hpczero.commands.jobs:cancel",
         "remove a run's jobs from the queue, and end those that are running",
