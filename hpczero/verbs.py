@@ -105,6 +105,12 @@ VERBS = {
         "hpczero.commands.jobs:runs",
         "list all runs below a folder, also those started by hand",
         argument("folder FOLDER", "the folder (default: runs)", nargs="?", default="runs"),
+        argument(
+            "--sort",
+            "what they are listed by: the lowest loss, the fastest, the newest first",
+            choices=["name", "state", "loss", "validation", "speed", "age"],
+            default="name",
+        ),
         JSON,
     ),
     "compare": verb(

@@ -237,7 +237,7 @@ def _best(compared: Compared) -> Iterator[str]:
     yield f"best: {_name(group)}, by {_loss(margin.margin)} of {best.by} over {_name(other)}"
     verdict = {
         True: "more than the noise",
-        False: "not more than the noise",
+        False: "not shown to be more than the noise",
         None: "whether that is more than the noise cannot be told",
     }[margin.is_more_than_noise]
     if margin.is_more_than_noise is None:
@@ -253,7 +253,7 @@ def _best(compared: Compared) -> Iterator[str]:
 
 def _of_one_seed(same_windows: bool) -> Iterator[str]:
     if same_windows:
-        yield "      (both read the same windows of the text: the true interval is narrower)"
+        yield "      (both read the same windows of the text: the interval is too wide)"
     yield "      what other seeds would change cannot be told: run both with the same two or more"
 
 

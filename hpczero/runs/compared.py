@@ -287,9 +287,8 @@ def _of_single_runs(
         if not lines:
             words.append(f"{name} has no step in metrics.jsonl: it has no losses to compare")
         elif lacking:
-            words.append(
-                f"{name}: {lacking:,} of {format_count(lines, 'step')} have no finite loss"
-            )
+            count = format_count(lines, "step")
+            words.append(f"{name}: no finite loss in {lacking:,} of {count}")
         unknown = [axis for axis in ("tokens", "seconds") if lines and np.isnan(course.end(axis))]
         if unknown:
             words.append(f"{name}: metrics.jsonl does not have all of its {' and '.join(unknown)}")

@@ -123,12 +123,11 @@ PURE = (
 )
 WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
-    *("arguments", "verb_groups"),
-    *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
+    *("arguments", "verb_groups", "errors", "env", "safe_files", "kernel_cache", "lock", ""),
     "commands.init",
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
-    *("commands.explain", "commands.show"),
+    *("commands.explain", "commands.show", "commands.compare", "runs"),
     *("commands.export_import", "commands.tokenizer", "huggingface"),
     *("commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
