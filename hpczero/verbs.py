@@ -105,6 +105,31 @@ VERBS = {
         "hpczero.commands.jobs:runs",
         "list all runs below a folder, also those started by hand",
         argument("folder FOLDER", "the folder (default: runs)", nargs="?", default="runs"),
+        argument(
+            "--sort",
+            "what they are listed by: the lowest loss, the fastest, the newest first",
+            choices=["name", "state", "loss", "validation", "speed", "age"],
+            default="name",
+        ),
+        JSON,
+    ),
+    "compare": verb(
+        "hpczero.commands.compare:compare_",
+        "runs beside each other: what differs, losses over steps, tokens and time, the best",
+        argument("runs RUN", f"{RUN_HELP}, or a folder: all runs below it", nargs="+"),
+        flag("--each", "every run by itself, also those that differ by their seed alone"),
+        argument(
+            "--over",
+            "the losses at equal steps, tokens, seconds of steps, or seconds by the clock",
+            choices=["steps", "tokens", "seconds", "clock"],
+        ),
+        argument("--csv FILE", "write the curves to this file (-: to stdout)"),
+        argument(
+            "--points N",
+            "at most N points of a run's training loss, in --csv and --json (default: 500)",
+            type=int,
+            default=500,
+        ),
         JSON,
     ),
     "cancel": verb(

@@ -66,6 +66,7 @@ class Progress:
     last_lines: list[str] = field(default_factory=list)  # of a failed job
     age_seconds: float | None = None  # since the run last wrote a file
     held: float | None = None  # bytes, by the fullest rank at its widest moment; known at the end
+    validation_loss: float | None = None  # of the last evaluation
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def status_of(
         last_lines=_last_lines(records, failed[-1]) if state == "failed" and failed else [],
         age_seconds=max(0.0, now - written) if written else None,
         held=_held(seen.summary),
+        validation_loss=_validation_loss(seen),
     )
 
 
@@ -293,6 +295,13 @@ def _held(summary: dict[str, Any]) -> float | None:
     fullest = summary.get("fullest")
     held = _number(fullest.get("held")) if isinstance(fullest, dict) else None
     return held if held is not None and 0 <= held < _MOST_BYTES else None
+
+
+def _validation_loss(seen: _Seen) -> float | None:
+    """Return the newest that is among the last lines, else that of the summary."""
+    lines = [*reversed(seen.metrics), seen.summary]
+    losses = (_number(line.get("validation_loss")) for line in lines)
+    return next((loss for loss in losses if loss is not None), None)
 
 
 def _is_step(line: dict[str, Any]) -> bool:

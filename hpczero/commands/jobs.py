@@ -1,14 +1,16 @@
 """`hpczero status`, `runs` and `cancel`: the state of runs, and the end of their jobs."""
 
 import json
+import math
 import os
 import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hpczero.batch import run_status, scheduler, submission, sweep_runs
 from hpczero.batch.command import QueuedJob
@@ -214,9 +216,8 @@ def _row(progress: Progress, name: str, longest: int) -> list[str]:
 
 def _figures(progress: Progress) -> list[str]:
     """Return step, loss, tokens per second, time left and last save in words."""
-    loss = speed = left = "?"
-    if progress.loss is not None:
-        loss = format(progress.loss, ".4f" if abs(progress.loss) < _LARGE else ".4g")
+    loss = _loss(progress.loss) or "?"
+    speed = left = "?"
     if progress.tokens_per_second is not None:
         speed = f"{progress.tokens_per_second:,.4g}"
     if progress.state == "finished":
@@ -225,6 +226,11 @@ def _figures(progress: Progress) -> list[str]:
         left = format_duration(progress.seconds_left)
     saved = "" if progress.last_save is None else f"{progress.last_save:,}"
     return [f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved]
+
+
+def _loss(loss: float | None) -> str:
+    """Return "" if it is not known."""
+    return "" if loss is None else format(loss, ".4f" if abs(loss) < _LARGE else ".4g")
 
 
 def _jobs(progress: Progress) -> str:
@@ -245,10 +251,12 @@ def _in_full(progress: Progress) -> list[str]:
     if left and progress.job_seconds_left is not None:
         left += f"; of its job {format_duration(progress.job_seconds_left)}"
     held = progress.held
+    validated = _loss(progress.validation_loss)
+    validation = f", validation loss {validated}" if validated else ""
     node_hours = f"{progress.node_hours:.3g} node-hours, " if progress.links else ""
     lines = [
         f"{printable(str(progress.run))}: {progress.state}{reason}",
-        f"  step        {step}, loss {loss}",
+        f"  step        {step}, loss {loss}{validation}",
         f"  speed       {speed}",
         *([f"  time left   {left}"] if left else []),
         f"  last save   {f'step {saved}' if saved else 'none yet'}",
@@ -280,6 +288,17 @@ def _bytes_below(run: Path) -> int:
 
 # The verb `runs`: all runs below a folder, found by their files, whoever started them.
 
+# What runs are listed by; those of which it is not known come last.
+_ORDERS: dict[str, Callable[[Progress], Any]] = {
+    "name": lambda progress: progress.run,
+    "state": lambda progress: progress.state,
+    "loss": lambda progress: _unknown_last(progress.loss),
+    "validation": lambda progress: _unknown_last(progress.validation_loss),
+    "speed": lambda progress: _unknown_last(progress.tokens_per_second, -1),
+    "age": lambda progress: _unknown_last(progress.age_seconds),
+}
+_STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
+
 
 def runs(options: Namespace) -> int:
     folder = Path(options.folder)
@@ -291,24 +310,32 @@ def runs(options: Namespace) -> int:
     unreadable: list[str] = []
     top = folder.absolute()
     states, silent = states_of(sorted(below(top, unreadable)))
+    states.sort(key=_ORDERS[options.sort])
     if options.json:
         print(json.dumps(_as_data(states), indent=2))
     elif states:
-        names = [
-            progress.run.name if progress.run == top else str(progress.run.relative_to(top))
-            for progress in states
-        ]
-        rows = [
-            [*_row(progress, name, 60), format_age(progress.age_seconds)]
-            for progress, name in zip(states, names, strict=True)
-        ]
-        print_table([*_COLUMNS, "age"], rows)
+        print_table(*_listed(states, top))
     else:
         print(f"no run lies below {printable(str(folder))}")
     print_silent(silent)
     for words in unreadable:
         print(f"hpczero: not looked into: {printable(words)}", file=sys.stderr)
     return 0
+
+
+def _unknown_last(figure: float | None, sign: int = 1) -> float:
+    return math.inf if figure is None else sign * figure
+
+
+def _listed(states: Sequence[Progress], top: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows; the losses of evaluations have a column if there are any."""
+    evaluated = any(progress.validation_loss is not None for progress in states)
+    rows = []
+    for progress in states:
+        name = progress.run.name if progress.run == top else str(progress.run.relative_to(top))
+        validation = [_loss(progress.validation_loss)] if evaluated else []
+        rows.append([*_row(progress, name, 60), *validation, format_age(progress.age_seconds)])
+    return [*_COLUMNS, *(["validation"] if evaluated else []), "age"], rows
 
 
 def below(folder: Path, unreadable: list[str]) -> Iterator[Path]:

@@ -124,7 +124,7 @@ WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
     *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", "track", ""),
-    *("commands.init", "commands.blame", "commands.sweep", "runs"),
+    *("commands.init", "commands.blame", "commands.sweep", "commands.compare", "runs"),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
     *("commands.explain", "commands.show", "commands.export_import", "commands.tokenizer"),
