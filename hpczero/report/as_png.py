@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from hpczero.errors import InputError
@@ -64,8 +65,8 @@ class _Painter:
             case Rectangle():
                 self._rectangle(mark.x, mark.y, mark.width, mark.height, mark.fill)
             case Cells():
-                for place in mark.places:
-                    self._rectangle(*place, mark.fill)
+                for cell in mark.places:
+                    self._rectangle(*cell, mark.fill)
             case Line():
                 self._line(mark)
             case Area():
@@ -105,16 +106,14 @@ def _dashed(points: Sequence[Place], dashes: str) -> Iterator[Sequence[Place]]:
         yield points
         return
     number, left = 0, lengths[0]
-    for (x, y), (to_x, to_y) in zip(points, points[1:], strict=False):
+    for (x, y), (to_x, to_y) in pairwise(points):
         length = ((to_x - x) ** 2 + (to_y - y) ** 2) ** 0.5
         done = 0.0
         while done < length:
             step = min(left, length - done)
             begin, end = done / length, (done + step) / length
             if number % 2 == 0:
-                yield [
-                    (x + (to_x - x) * share, y + (to_y - y) * share) for share in (begin, end)
-                ]
+                yield [(x + (to_x - x) * share, y + (to_y - y) * share) for share in (begin, end)]
             done += step
             left -= step
             if left <= 0:

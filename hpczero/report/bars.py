@@ -1,10 +1,11 @@
 """Bars whose parts add up, rows of spans in time, and maps of heat (pure)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from hpczero.report.charts import scale_between, tick_words
 from hpczero.report.contents import Figure, Table
 from hpczero.report.marks import (
     LEVELS,
@@ -15,11 +16,11 @@ from hpczero.report.marks import (
     Mark,
     Rectangle,
     Words,
+    colour_of,
     legend,
     level_of,
     lines_of_legend,
 )
-from hpczero.report.charts import scale_between, tick_words
 from hpczero.runs.columns import Numbers
 from hpczero.svg import Scale
 from hpczero.text import format_number
@@ -141,7 +142,7 @@ def heat(
     """Return the map of `values` [rows, columns]; a column reaches halfway to its neighbours."""
     height = min(20.0, max(4.0, 400 / len(rows)))
     known = values[np.isfinite(values)]
-    least, most = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    least, most = _ends_of_heat(known)
     room = WIDE - _LEFT - _RIGHT
     top, bottom = _TOP + 22, _TOP + 22 + height * len(rows)
     edges = edges_of(x_values)
@@ -168,6 +169,15 @@ def heat(
     description = f"Heat map: {len(rows)} rows over {len(x_values)} columns ({x_name}), from "
     description += f"{format_number(least)} to {format_number(most)} {unit}. "
     return Drawing(title, WIDE, bottom + _BELOW, description + _extreme(rows, values, unit), marks)
+
+
+def _ends_of_heat(known: Numbers) -> tuple[float, float]:
+    """Return what the darkest and the lightest colour mean: at least a twentieth apart."""
+    if not known.size:
+        return 0.0, 1.0
+    least, most = float(known.min()), float(known.max())
+    margin = max(0.0, 0.025 * abs(most) - (most - least) / 2)
+    return least - margin, most + margin
 
 
 def _scale_of_heat(least: float, most: float, unit: str) -> list[Mark]:
@@ -219,3 +229,44 @@ def _extreme(rows: Sequence[str], values: Numbers, unit: str) -> str:
         f"The largest mean is that of {rows[most]}, {format_number(known[most])} {unit}; "
         f"the smallest that of {rows[least]}, {format_number(known[least])} {unit}."
     )
+
+
+def rows_of_amounts(
+    title: str,
+    rows: Mapping[str, Mapping[str, float]],
+    words: Callable[[float], str],
+    colours: Mapping[str, str] | None = None,
+) -> Drawing | None:
+    """Return a bar of parts for each row, all to one scale from 0; None if all are nothing."""
+    most = max((sum(parts.values()) for parts in rows.values()), default=0.0)
+    if not most > 0:
+        return None
+    kinds = list(dict.fromkeys(kind for parts in rows.values() for kind in parts))
+    colour_of_kind = colours or {kind: colour_of(at) for at, kind in enumerate(kinds)}
+    height = min(26.0, max(8.0, 420 / len(rows)))
+    room = WIDE - _LEFT - _RIGHT - 80
+    names = [(kind, colour_of_kind[kind], "") for kind in kinds] if len(kinds) > 1 else []
+    top = _TOP + (lines_of_legend(kinds, room) * LINE + 4 if names else 0)
+    marks: list[Mark] = [Words(8, 18, title, size=14), *legend(names, _LEFT, _TOP + 6, room)]
+    each = max(1, round(11 / height))
+    for number, (name, parts) in enumerate(rows.items()):
+        y = top + number * height
+        x = float(_LEFT)
+        for kind, amount in parts.items():
+            width = room * amount / most
+            if width > 0:
+                tip = f"{name}, {kind}: {words(amount)}"
+                seam = 0.6 if len(kinds) > 1 and width > 2 else 0.0
+                marks.append(
+                    Rectangle(x, y, width - seam, height * 0.85, colour_of_kind[kind], tip)
+                )
+            x += width
+        if number % each == 0:
+            marks.append(Words(_LEFT - 6, y + height / 2 + 3, name, "end", 11, "quiet"))
+            whole = words(sum(parts.values()))
+            marks.append(Words(x + 6, y + height / 2 + 3, whole, "start", 11, "quiet"))
+    listed = "; ".join(
+        f"{name}: {words(sum(parts.values()))}" for name, parts in list(rows.items())[:16]
+    )
+    description = f"Bars of {len(rows)} rows in parts. {listed}."
+    return Drawing(title, WIDE, top + height * len(rows) + 14, description, marks)

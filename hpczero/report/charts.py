@@ -20,7 +20,7 @@ from hpczero.report.marks import (
     lines_of_legend,
 )
 from hpczero.runs.columns import Numbers
-from hpczero.runs.curves import Curve
+from hpczero.runs.curves import Curve, curve
 from hpczero.svg import Scale
 from hpczero.text import format_number
 
@@ -32,10 +32,27 @@ _FACTORS = 50.0  # the largest is so many times the smallest: equal distances ar
 
 @dataclass(frozen=True)
 class Series:
+    """`ends`: the first and the last known (x, value), which a long curve's points are means of."""
+
     name: str
     curve: Curve
     colour: str
     dashes: str = ""
+    ends: tuple[Place, Place] | None = None
+
+    @property
+    def last(self) -> float:
+        return self.ends[1][1] if self.ends else float(self.curve.mean[-1])
+
+
+def series(name: str, x: Numbers, y: Numbers, points: int, colour: str, dashes: str = "") -> Series:
+    """Return the known values of `y` over `x` as a line of so many points."""
+    known = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
+    ends = None
+    if known.size:
+        first, last = int(known[0]), int(known[-1])
+        ends = (float(x[first]), float(y[first])), (float(x[last]), float(y[last]))
+    return Series(name, curve(x, y, points), colour, dashes, ends)
 
 
 @dataclass(frozen=True)
@@ -63,25 +80,25 @@ class Axes:
 
 def lines(axes: Axes, every: Sequence[Series]) -> Drawing | None:
     """Return the chart; None if no series has a point."""
-    shown = [series for series in every if len(series.curve)]
+    shown = [one for one in every if len(one.curve)]
     if not shown:
         return None
-    frame = _Frame(axes, [series.name for series in shown] if len(every) > 1 else [])
+    frame = _Frame(axes, [one.name for one in shown] if len(shown) > 1 else [])
     x = scale_between(
-        min(series.curve.x[0] for series in shown),
-        max(series.curve.x[-1] for series in shown),
+        float(min(one.curve.x[0] for one in shown)),
+        float(max(one.curve.x[-1] for one in shown)),
         frame.left,
         frame.right,
     )
     y = frame.scale_of(
-        float(min(series.curve.low.min() for series in shown)),
-        float(max(series.curve.high.max() for series in shown)),
+        float(min(one.curve.low.min() for one in shown)),
+        float(max(one.curve.high.max() for one in shown)),
     )
     marks = [*frame.marks(x, y)]
-    marks += frame.legend([(series.name, series.colour, series.dashes) for series in shown])
-    for series in shown:
-        marks += _marks_of(series, x, y, axes)
-    words = " ".join(_in_words(series, axes) for series in shown)
+    marks += frame.legend([(one.name, one.colour, one.dashes) for one in shown])
+    for one in shown:
+        marks += _marks_of(one, x, y, axes)
+    words = " ".join(_in_words(one, axes) for one in shown)
     kind = f"Line chart of {axes.y} over {axes.x}"
     return Drawing(axes.title, axes.width, frame.height, f"{kind}. {words}", marks)
 
@@ -92,7 +109,7 @@ def stacked(
     """Return the chart of parts that add up, under lines; None without a place on the x axis."""
     if not len(x_values):
         return None
-    names = [*(layer.name for layer in layers), *(series.name for series in over)]
+    names = [*(layer.name for layer in layers), *(one.name for one in over)]
     frame = _Frame(axes, names)
     tops = np.cumsum([layer.values for layer in layers], axis=0)
     x = scale_between(float(x_values[0]), float(x_values[-1]), frame.left, frame.right)
@@ -102,7 +119,7 @@ def stacked(
     marks += frame.legend(
         [
             *((layer.name, layer.colour, "") for layer in layers),
-            *((series.name, series.colour, series.dashes or "3 3") for series in over),
+            *((one.name, one.colour, one.dashes or "3 3") for one in over),
         ]
     )
     below = np.zeros(len(x_values))
@@ -112,14 +129,13 @@ def stacked(
         below = top
     for top in tops[:-1]:  # a seam, as neighbours may look alike
         marks.append(Line(_places(x, y, x_values, top), "page", 0.8))
-    for series in over:
-        marks += _marks_of(series, x, y, axes)
+    for one in over:
+        marks += _marks_of(one, x, y, axes)
     words = [
-        f"{layer.name}: {axes.words(float(layer.values.mean()))} on average"
-        for layer in layers
+        f"{layer.name}: {axes.words(float(layer.values.mean()))} on average" for layer in layers
     ]
     kind = f"Stacked areas of {axes.y} over {axes.x}"
-    words += [_in_words(series, axes) for series in over]
+    words += [_in_words(one, axes) for one in over]
     return Drawing(axes.title, axes.width, frame.height, f"{kind}. {'; '.join(words)}.", marks)
 
 
@@ -198,23 +214,21 @@ def y_ticks(y: Scale) -> list[float]:
     return [tick for tick in ticks if not y.by_factors or tick > 0]
 
 
-def _marks_of(series: Series, x: Scale, y: Scale, axes: Axes) -> Iterator[Mark]:
-    curve = series.curve
-    if curve.is_reduced:
-        band = _band(x, y, curve.x, curve.low, curve.high, series.colour)
+def _marks_of(one: Series, x: Scale, y: Scale, axes: Axes) -> Iterator[Mark]:
+    shown = one.curve
+    if shown.is_reduced:
+        band = _band(x, y, shown.x, shown.low, shown.high, one.colour)
         yield Area(band.points, band.fill, 0.25)
-    places = _places(x, y, curve.x, curve.mean)
+    places = _places(x, y, shown.x, shown.mean)
     if len(places) > 1:
-        yield Line(places, series.colour, 1.6, series.dashes)
+        yield Line(places, one.colour, 1.6, one.dashes)
     if len(places) <= _FEW:
-        for (left, top), step, value in zip(places, curve.x, curve.mean, strict=True):
-            tip = f"{series.name}: {axes.words(float(value))} at {axes.x} {_whole(step)}"
-            yield Dot(left, top, 2.6, series.colour, tip)
+        for (left, top), step, value in zip(places, shown.x, shown.mean, strict=True):
+            tip = f"{one.name}: {axes.words(float(value))} at {axes.x} {_whole(step)}"
+            yield Dot(left, top, 2.6, one.colour, tip)
 
 
-def _band(
-    x: Scale, y: Scale, x_values: Numbers, low: Numbers, high: Numbers, colour: str
-) -> Area:
+def _band(x: Scale, y: Scale, x_values: Numbers, low: Numbers, high: Numbers, colour: str) -> Area:
     upper = _places(x, y, x_values, high)
     lower = _places(x, y, x_values, low)
     if len(upper) == 1:  # as a bar
@@ -230,16 +244,16 @@ def _places(x: Scale, y: Scale, x_values: Numbers, y_values: Numbers) -> list[Pl
     ]
 
 
-def _in_words(series: Series, axes: Axes) -> str:
+def _in_words(one: Series, axes: Axes) -> str:
     """Return the first, the last and the extreme values of a series."""
-    curve, words = series.curve, axes.words
-    low, high = int(curve.low.argmin()), int(curve.high.argmax())
-    ends = f"from {words(float(curve.mean[0]))} at {_whole(curve.x[0])}"
-    ends += f" to {words(float(curve.mean[-1]))} at {_whole(curve.x[-1])}"
+    shown, words = one.curve, axes.words
+    low, high = int(shown.low.argmin()), int(shown.high.argmax())
+    means = ((float(shown.x[at]), float(shown.mean[at])) for at in (0, -1))
+    (begin, first), (end, last) = one.ends or means
     return (
-        f"{series.name}: {ends}; lowest {words(float(curve.low[low]))} near "
-        f"{_whole(curve.x[low])}, highest {words(float(curve.high[high]))} near "
-        f"{_whole(curve.x[high])}."
+        f"{one.name}: from {words(first)} at {_whole(begin)} to {words(last)} at {_whole(end)}; "
+        f"lowest {words(float(shown.low[low]))} near {_whole(shown.x[low])}, highest "
+        f"{words(float(shown.high[high]))} near {_whole(shown.x[high])}."
     )
 
 

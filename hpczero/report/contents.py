@@ -1,4 +1,4 @@
-"""A report as data: sections of words, tables and figures; what writes pages knows no runs (pure)."""
+"""A report as data: sections of words, tables and figures, of which pages are written (pure)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpczero.report.charts import Axes, Series, lines
+from hpczero.report.charts import Axes, Series, lines, series
 from hpczero.report.contents import Figure, Section, Text, points_of
 from hpczero.report.marks import colour_of, dashes_of
-from hpczero.runs.curves import curve
 from hpczero.runs.record import Run
 from hpczero.text import format_count, format_number, join_words
 
@@ -34,10 +33,11 @@ def restarts(run: Run) -> list[tuple[float, str]]:
 def loss(run: Run, points: int = POINTS) -> Figure | None:
     """Return the figure of training and validation loss."""
     steps, metrics = run.metrics["step"], run.metrics
-    every = [Series("training", curve(steps, metrics["loss"], points), "blue")]
-    validation = curve(steps, metrics["validation_loss"], points)
-    if len(validation):
-        every.append(Series("validation", validation, "vermillion", "6 3"))
+    column = metrics["validation_loss"]
+    every = [
+        series("training", steps, metrics["loss"], points, "blue"),
+        series("validation", steps, column, points, "vermillion", "6 3"),
+    ]
     return chart("loss", Axes("Loss", "step", "nats per token", marked=restarts(run)), every)
 
 
@@ -46,11 +46,7 @@ def chart(name: str, axes: Axes, every: Sequence[Series], more: str = "") -> Fig
     drawing = lines(axes, every)
     if drawing is None:
         return None
-    ends = [
-        f"{one.name} ends at {axes.words(float(one.curve.mean[-1]))}"
-        for one in every[:4]
-        if len(one.curve)
-    ]
+    ends = [f"{one.name} ends at {axes.words(one.last)}" for one in every[:4] if len(one.curve)]
     words = [join_words(ends) + "."] if ends else []
     if any(one.curve.is_reduced for one in every):
         words.append("Bands reach from the lowest to the highest value, lines show means.")
@@ -65,21 +61,21 @@ def _figures(run: Run, points: int) -> Iterator[Figure | None]:
     steps, metrics = run.metrics["step"], run.metrics
     yield loss(run, points)
     yield _sources(run, points)
-    norm = curve(steps, metrics["grad_norm"], points)
+    norm = series("gradient norm", steps, metrics["grad_norm"], points, "blue")
     axes = Axes("Gradient norm", "step", "norm", may_be_by_factors=True, marked=restarts(run))
     limit = run.settings.get("train.grad_clip")
     clipped = f"It is clipped at {limit:g}." if limit else ""
-    yield chart("gradient-norm", axes, [Series("gradient norm", norm, "blue")], clipped)
-    rate = curve(steps, metrics["lr"], points)
+    yield chart("gradient-norm", axes, [norm], clipped)
+    rate = series("learning rate", steps, metrics["lr"], points, "green")
     axes = Axes("Learning rate", "step", "learning rate", from_zero=True, marked=restarts(run))
-    yield chart("learning-rate", axes, [Series("learning rate", rate, "green")])
+    yield chart("learning-rate", axes, [rate])
 
 
 def _sources(run: Run, points: int) -> Figure | None:
     """Return the validation loss of each source of a mixture."""
     inside = run.metrics.inside(_SOURCES)
     every = [
-        Series(name, curve(run.metrics["step"], column, points), colour_of(at), dashes_of(at))
+        series(name, run.metrics["step"], column, points, colour_of(at), dashes_of(at))
         for at, (name, column) in enumerate(inside.items())
     ]
     axes = Axes("Validation loss by source", "step", "nats per token")

@@ -126,7 +126,7 @@ def legend(names: Sequence[tuple[str, str, str]], x: float, y: float, most: floa
     marks: list[Mark] = []
     left = x
     for name, colour, dashes in names:
-        width = 26 + 6.6 * len(name)
+        width = 30 + 6.4 * len(name)
         if left > x and left + width > x + most:
             left, y = x, y + LINE
         if dashes:

@@ -1,6 +1,6 @@
 """A report for a lab book: Markdown, with the figures as files of SVG in a folder beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpczero.report import as_svg
@@ -63,5 +63,5 @@ def _block(block: Block, files: dict[int, str]) -> Iterator[str]:
             yield from (f"    {printable(line, 2000)}" for line in block.words.split("\n"))
 
 
-def _row(cells: Iterator[str] | list[str] | tuple[str, ...]) -> str:
+def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(map(plain, cells)) + " |"

@@ -19,7 +19,7 @@ def spec_section(run: Run) -> Section:
     """Return the settings that differ from the defaults, and all of them behind a line."""
     if not run.spec:
         return Section("What was it told?", [Text("spec.toml cannot be read.", warns=True)])
-    described = {key.name: key.description for key in keys()}
+    described = {name: key.description for name, key in keys().items()}
     defaults = flat(Spec())
     rows = [
         [key, toml_repr(value), toml_repr(defaults[key]), described.get(key, "")]
@@ -64,7 +64,8 @@ def environment_section(run: Run) -> Section:
     facts += [[f"git {name}", str(one)] for name, one in _mapping(git).items()]
     facts += [["threads of a rank", str(job.layout.get("threads_per_rank", "?"))]]
     facts += [
-        [f"kernel of {name}", str(one)] for name, one in _mapping(run.summary.get("kernels")).items()
+        [f"kernel of {name}", str(one)]
+        for name, one in _mapping(run.summary.get("kernels")).items()
     ]
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank in job.ranks:
@@ -86,9 +87,7 @@ def environment_section(run: Run) -> Section:
 
 def _event(event: Mapping[str, Any]) -> list[str]:
     when = printable(str(event.get(TIME, "?"))[:19].replace("T", " "))
-    rest = {
-        key: one for key, one in event.items() if key not in (TIME, "event", "packages", "git")
-    }
+    rest = {key: one for key, one in event.items() if key not in (TIME, "event", "packages", "git")}
     if isinstance(rest.get("ranks"), list):
         rest["ranks"] = len(rest["ranks"])
     words = " ".join(f"{key}={log_value(one)}" for key, one in rest.items())

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from hpczero.report.bars import stacked_bar
-from hpczero.report.charts import Axes, Layer, Series, stacked
+from hpczero.report.charts import Axes, Layer, series, stacked
 from hpczero.report.contents import Figure, Section, Table, Text
 from hpczero.report.learning import POINTS, chart, restarts
 from hpczero.report.marks import colour_of
 from hpczero.runs.columns import Numbers
-from hpczero.runs.curves import curve, means
+from hpczero.runs.curves import means
 from hpczero.runs.record import Run
 from hpczero.text import format_number
 
@@ -46,15 +46,15 @@ def parts_of_steps(run: Run, points: int) -> tuple[Numbers, dict[str, Numbers]]:
 
 def _figures(run: Run, points: int) -> Iterator[Figure | None]:
     steps, metrics = run.metrics["step"], run.metrics
-    rate = curve(steps, metrics["tokens_per_second"], points)
+    rate = series("throughput", steps, metrics["tokens_per_second"], points, "blue")
     axes = Axes("Throughput", "step", "tokens/s", from_zero=True, marked=restarts(run))
-    yield chart("throughput", axes, [Series("throughput", rate, "blue")])
+    yield chart("throughput", axes, [rate])
     with np.errstate(invalid="ignore", divide="ignore"):
         share = 100 * metrics["compute_seconds"] / metrics["step_seconds"]
-    used = curve(steps, share, points)
+    used = series("computing", steps, share, points, "green")
     axes = Axes("Utilisation", "step", "% of a step computing", from_zero=True)
     about = "The mean of all ranks' shares of a step in which they compute."
-    yield chart("utilisation", axes, [Series("computing", used, "green")], about)
+    yield chart("utilisation", axes, [used], about)
     yield _where_steps_go(run, points)
     yield _by_cause(run.summary)
 

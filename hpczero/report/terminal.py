@@ -1,10 +1,11 @@
-"""The loss curve of a run as letters: dots of Braille, or stars where a terminal has none (pure)."""
+"""The loss curve of a run as letters: dots of Braille, or stars where there are none (pure)."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpczero.runs.curves import Curve, curve
+from hpczero.report.charts import series
+from hpczero.runs.curves import Curve
 from hpczero.runs.record import Run
 from hpczero.text import format_loss
 
@@ -18,8 +19,9 @@ def loss(run: Run, encoding: str) -> Iterator[str]:
     """Yield the lines of the training loss, and a line of what it ends at."""
     fine = _has_braille(encoding)
     across, down = (2 * COLUMNS, 4 * ROWS) if fine else (COLUMNS, ROWS)
-    shown = curve(run.metrics["step"], run.metrics["loss"], across)
-    if not len(shown):
+    whole = series("training", run.metrics["step"], run.metrics["loss"], across, "blue")
+    shown = whole.curve
+    if not whole.ends:
         return
     low, high = float(shown.low.min()), float(shown.high.max())
     yield f"{run.name}: loss (nats per token) over steps"
@@ -29,13 +31,14 @@ def loss(run: Run, encoding: str) -> Iterator[str]:
         value = {0: high, len(rows) - 1: low}.get(number)
         name = format_loss(value) if value is not None else ""
         yield f"{name:>{_MARGIN}} {'│' if fine else '|'}{row}".rstrip()
-    first, last = f"{shown.x[0]:,.0f}", f"{shown.x[-1]:,.0f}"
+    (begin, at_first), (end, at_last) = whole.ends
+    first, last = f"{begin:,.0f}", f"{end:,.0f}"
     yield " " * (_MARGIN + 2) + first + last.rjust(COLUMNS - len(first))
-    words = f"{format_loss(float(shown.mean[0]))} at first, {format_loss(float(shown.mean[-1]))} "
-    words += f"at the end, lowest {format_loss(low)}"
-    validation = curve(run.metrics["step"], run.metrics["validation_loss"], across)
-    if len(validation):
-        words += f"; validation {format_loss(float(validation.mean[-1]))}"
+    words = f"{format_loss(at_first)} at first, {format_loss(at_last)} at the end, "
+    words += f"lowest {format_loss(low)}"
+    validation = series("", run.metrics["step"], run.metrics["validation_loss"], across, "blue")
+    if validation.ends:
+        words += f"; validation {format_loss(validation.last)}"
     yield words
 
 
