@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 
-from hpczero import env
+from hpczero import env, safe_files
 from hpczero.errors import InputError
 from hpczero.report import (
     course,
@@ -71,6 +71,9 @@ def _pipeline(run: Run) -> Section:
     plan = traces.plan_of(run, found)
     if plan is None:
         return Section(pipeline.TITLE, [Text("The run had a single stage: it had no pipeline.")])
+    if not safe_files.is_seen(run.path / traces.TRACE):
+        why = "The run left no trace, so this is the plan alone; train.trace = true records one."
+        return pipeline.section(plan, None, why)
     try:
         traced = traces.traced_step(run, found)
     except (InputError, *_DAMAGED) as error:

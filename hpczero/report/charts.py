@@ -98,6 +98,7 @@ def lines(axes: Axes, every: Sequence[Series]) -> Drawing | None:
     marks += frame.legend([(one.name, one.colour, one.dashes) for one in shown])
     for one in shown:
         marks += _marks_of(one, x, y, axes)
+    marks += frame.moments(x)
     words = " ".join(_in_words(one, axes) for one in shown)
     kind = f"Line chart of {axes.y} over {axes.x}"
     return Drawing(axes.title, axes.width, frame.height, f"{kind}. {words}", marks)
@@ -119,7 +120,7 @@ def stacked(
     marks += frame.legend(
         [
             *((layer.name, layer.colour, "") for layer in layers),
-            *((one.name, one.colour, one.dashes or "3 3") for one in over),
+            *((one.name, one.colour, "3 3") for one in over),
         ]
     )
     below = np.zeros(len(x_values))
@@ -130,7 +131,8 @@ def stacked(
     for top in tops[:-1]:  # a seam, as neighbours may look alike
         marks.append(Line(_places(x, y, x_values, top), "page", 0.8))
     for one in over:
-        marks += _marks_of(one, x, y, axes)
+        marks.append(Line(_places(x, y, one.curve.x, one.curve.mean), one.colour, 1.6, "3 3"))
+    marks += frame.moments(x)
     words = [
         f"{layer.name}: {axes.words(float(layer.values.mean()))} on average" for layer in layers
     ]
@@ -195,11 +197,14 @@ class _Frame:
             yield Words(at, self.bottom + 16, tick_words(tick), "middle", 11, "quiet")
         yield Words(self.right, self.height - 8, axes.x, "end", 11, "quiet")
         yield Words(self.left, self.height - 8, f"↑ {axes.y}", "start", 11, "quiet")
-        for value, what in axes.marked:
+
+    def moments(self, x: Scale) -> Iterator[Mark]:
+        """Yield the lines of what happened, which lie over the others."""
+        for value, what in self._axes.marked:
             if x.least <= value <= x.most:
                 at = x.place(value)
-                yield Line([(at, self.top), (at, self.bottom)], "quiet", 1, "4 3")
-                yield Rectangle(at - 3, self.bottom - 3, 6, 6, "quiet", what)
+                yield Line([(at, self.top), (at, self.bottom)], "ink", 1, "4 3")
+                yield Rectangle(at - 3, self.bottom - 3, 6, 6, "ink", what)
 
 
 def y_ticks(y: Scale) -> list[float]:

@@ -1,7 +1,7 @@
 """Figures of what ranks held: by kind over the steps, predicted beside measured, by rank (pure)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -86,29 +86,42 @@ def colours_of(kinds: Iterable[str]) -> dict[str, str]:
 def _figures(run: Run, accounts: Sequence[Account]) -> Iterator[Figure | None]:
     if accounts:
         yield _over_time(run, accounts)
+        yield _over_time(run, accounts, _RUNTIME)
         yield _by_kind(max(accounts, key=lambda one: one.held))
     yield _by_rank(run)
 
 
-def _over_time(run: Run, accounts: Sequence[Account]) -> Figure | None:
-    steps, columns, predicted = over_steps(accounts, float(run.steps))
+def _over_time(run: Run, accounts: Sequence[Account], without: str = "") -> Figure | None:
+    """Return what the fullest rank held over the steps; `without` a kind."""
+    left = [
+        replace(
+            one,
+            measured={kind: size for kind, size in one.measured.items() if kind != without},
+            predicted={kind: size for kind, size in one.predicted.items() if kind != without},
+        )
+        for one in accounts
+    ]
+    steps, columns, predicted = over_steps(left, float(run.steps))
     few = few_kinds(columns)
     colours = colours_of(few)
     layers = [Layer(kind, values, colours[kind]) for kind, values in few.items()]
     over = []
     if predicted.any():
         line = Curve(steps, predicted, predicted, predicted)
-        over = [Series("predicted in all", line, "ink", "6 3")]
+        over = [Series("predicted in all", line, "ink")]
     axes = Axes(
-        "Memory of the fullest rank",
+        f"The same without {without}" if without else "Memory of the fullest rank",
         "step",
         "bytes by kind, measured",
         lambda value: format_bytes(int(value)),
         marked=[(float(job.first), f"job {job.number}") for job in run.jobs[1:]],
     )
-    drawing = stacked(axes, steps, layers, over)
+    drawing = stacked(axes, steps, layers, over) if layers else None
     if drawing is None:
         return None
+    if without:
+        caption = f"Without {without}: Python and its libraries."
+        return Figure(f"memory-without-{without}", drawing, caption)
     fullest = max(accounts, key=lambda one: one.held)
     caption = f"{format_count(len(accounts), 'step')} measured. The most that a rank held: "
     caption += f"{format_bytes(int(fullest.held))}, rank {fullest.rank} at step {fullest.step:,.0f}"

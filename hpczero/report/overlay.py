@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run that says what differs; its own name where that does not tell."""
     keys = differing(runs)
     said = [
-        ", ".join(f"{key.rpartition('.')[2]} {toml_repr(run.settings[key])}" for key in keys)
+        ", ".join(f"{_short(key)} {_value(run.settings[key])}" for key in keys)
         if run.settings and keys
         else run.name
         for run in runs
@@ -55,6 +56,16 @@ def labels(runs: Sequence[Run]) -> list[str]:
         printable(one if said.count(one) == 1 and len(one) <= _LONGEST else run.name, _LONGEST)
         for one, run in zip(said, runs, strict=True)
     ]
+
+
+def _short(key: str) -> str:
+    """Return the last word of a key; "optimizer" for "optimizer.name"."""
+    table, _, leaf = key.rpartition(".")
+    return table if leaf == "name" else leaf
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) and value else toml_repr(value)
 
 
 def _figures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Figure | None]:

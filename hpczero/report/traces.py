@@ -85,8 +85,6 @@ def traced_step(run: Run, layout: Layout) -> Traced:
 
 def _refuse_too_large(run: Run) -> None:
     path = run.path / TRACE
-    if not safe_files.is_seen(path):
-        return
     size = 0
     try:
         with os.fdopen(safe_files.open_to_read(path), "rb") as packed, gzip.open(packed) as file:
