@@ -150,6 +150,20 @@ VERBS = {
         RUN,
         JSON,
     ),
+    "report": verb(
+        "hpczero.commands.report:report",
+        "write what runs did as one page of HTML that needs nothing else",
+        argument("runs RUN", f"{RUN_HELP}; several are compared", nargs="+"),
+        argument("-o --output FILE", "the page (default: RUN/report.html; of several report.html)"),
+        argument("--png FOLDER", "write the figures for slides into a folder"),
+        argument("--md FILE", "write it for a lab book, its figures into FILE_figures"),
+    ),
+    "plot": verb(
+        "hpczero.commands.report:plot",
+        "print the loss curve of a run",
+        RUN,
+        argument("--svg FILE", "draw it, too"),
+    ),
     "data": verb_group("work with training data", "Work with training data.", DATA_VERBS),
     "ckpt": verb_group(
         "inspect checkpoints", "Inspect checkpoints, without MPI and torch.", CHECKPOINT_VERBS

@@ -1,0 +1,129 @@
+"""From runs to a report: which chapters and sections there are, in which order."""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+
+from hpczero import env, safe_files
+from hpczero.errors import InputError
+from hpczero.report import (
+    course,
+    layout,
+    learning,
+    memory,
+    overlay,
+    pipeline,
+    ranks,
+    settings,
+    speed,
+    traces,
+)
+from hpczero.report.contents import Chapter, Report, Section, Text
+from hpczero.runs import rank_times
+from hpczero.runs.columns import number
+from hpczero.runs.record import Run
+from hpczero.text import format_duration, format_loss, format_number, printable
+
+_MOST_CHAPTERS = 12  # of runs, behind their comparison
+_NOT_BOOKED = ("allocated", "share")  # sums of the others
+# what a stranger's files may make of a figure: it is left out, and said so
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError)
+
+
+def report_of(runs: Sequence[Run]) -> Report:
+    points = _points(len(runs))
+    title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
+    chapters = [chapter_of(run, points) for run in runs[:_MOST_CHAPTERS]]
+    if len(runs) > 1:
+        chapters.insert(0, overlay.chapter(runs))
+    return Report(printable(title), chapters, f"Written by hpczero {env.VERSION}.")
+
+
+def chapter_of(run: Run, points: int) -> Chapter:
+    makers: list[tuple[str, Callable[[], Section]]] = [
+        ("Did it learn?", lambda: learning.section(run, points)),
+        ("How fast was it?", lambda: speed.section(run, points)),
+        (ranks.TITLE, lambda: ranks.section(rank_times.read(run.path))),
+        (pipeline.TITLE, lambda: _pipeline(run)),
+        ("What did it hold in memory?", lambda: memory.section(run)),
+        (layout.TITLE, lambda: _layout(run)),
+        ("What happened when?", lambda: course.section(run, booked(run))),
+        ("What was it told?", lambda: settings.spec_section(run)),
+        ("Events", lambda: settings.events_section(run)),
+        ("Where did it run?", lambda: settings.environment_section(run)),
+    ]
+    sections = [_made(title, maker) for title, maker in makers]
+    return Chapter(printable(run.name), dict(facts(run)), sections)
+
+
+def booked(run: Run) -> dict[str, float]:
+    """Return the rank-seconds that the summary has booked, by kind; none if it has not."""
+    found = run.summary.get("goodput")
+    if not isinstance(found, dict):
+        return {}
+    amounts = {name: number(found.get(name)) for name in found if name not in _NOT_BOOKED}
+    return {str(name): amount for name, amount in amounts.items() if 0 <= amount < 1e18}
+
+
+def _pipeline(run: Run) -> Section:
+    found = traces.layout_of(run)
+    if found is None:
+        return Section(pipeline.TITLE, [Text("The layout of the run is not known.")])
+    plan = traces.plan_of(run, found)
+    if plan is None:
+        return Section(pipeline.TITLE, [Text("The run had a single stage: it had no pipeline.")])
+    if not safe_files.is_seen(run.path / traces.TRACE):
+        why = "The run left no trace, so this is the plan alone; train.trace = true records one."
+        return pipeline.section(plan, None, why)
+    try:
+        traced = traces.traced_step(run, found)
+    except (InputError, *_DAMAGED) as error:
+        return pipeline.section(plan, None, f"No step as it ran: {error}.")
+    return pipeline.section(plan, traced)
+
+
+def _layout(run: Run) -> Section:
+    found = traces.layout_of(run)
+    if found is None:
+        return layout.section(None, [], run.summary)
+    return layout.section(found.grid, found.hosts, run.summary)
+
+
+def facts(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what stands at the head of a chapter."""
+    summary = run.summary
+    last = run.jobs[-1] if run.jobs else None
+    state = str(summary.get("state") or (last.state if last else "") or "no summary: runs, or died")
+    yield "state", printable(state, 60)
+    wanted = run.settings.get("train.steps")
+    yield "steps", f"{run.steps:,}" + (f" of {wanted:,}" if wanted else "")
+    for name, key in (("loss", "final_loss"), ("validation loss", "validation_loss")):
+        figure = number(summary.get(key))
+        if isfinite(figure):
+            yield name, format_loss(figure)
+    for name, key in (
+        ("parameters", "parameters"),
+        ("tokens", "tokens"),
+        ("tokens/s", "tokens_per_second"),
+        ("ranks", "ranks"),
+    ):
+        figure = number(summary.get(key))
+        if isfinite(figure):
+            yield name, f"{figure:.0f}" if figure < 1000 else format_number(figure)
+    wall = number(summary.get("wall_seconds"))
+    if 0 <= wall < 1e12:
+        yield "wall time of the last job", format_duration(wall)
+    if len(run.jobs) > 1:
+        yield "jobs", str(len(run.jobs))
+
+
+def _points(runs: int) -> int:
+    """Return how many points a line has: fewer in a report of many runs, so that it stays small."""
+    return max(60, learning.POINTS // max(1, runs))
+
+
+def _made(title: str, maker: Callable[[], Section]) -> Section:
+    try:
+        return maker()
+    except (InputError, *_DAMAGED) as error:
+        words = f"The run's files do not say this in a form that can be read: {error!r}"
+        return Section(title, [Text(printable(words), warns=True)])
