@@ -60,8 +60,8 @@ PARTS = {
     ),
     "runs": Part(
         20,
-        ("hpczero/train", "hpczero/checkpoint", "hpczero/hdf5"),
-        ("tests/system/train tests/system/checkpoint",),
+        ("hpczero/train", "hpczero/track", "hpczero/checkpoint", "hpczero/hdf5"),
+        ("tests/system/train tests/system/track tests/system/checkpoint",),
     ),
     "jobs": Part(15, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
     "faults": Part(20, ("hpczero/comm",), ("tests/system/comm",)),

@@ -121,10 +121,11 @@ def of_tensorboard(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
 FAMILIES = (of_trackers, of_tensorboard)  # a family of hooks yields them, and ends what it began
 
 
-def step_seconds(path: Path, ranks: int, folder: Path) -> float:
-    """Return the median of the steps of a run of the spec, without the first ten."""
+def step_seconds(path: Path, ranks: int, steps: int, folder: Path) -> float:
+    """Return the median of so many steps of a run of the spec, without the first ten."""
     command = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
     command += [sys.executable, "-m", "hpczero", "run", str(path), "--set", f"output={folder}"]
+    command += ["--set", f"train.steps={steps}", "--set", "schedule.warmup_steps=0"]
     path_of_code = [str(ROOT), str(ROOT / "numba_cuda"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path_of_code))}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
@@ -139,13 +140,15 @@ def main() -> None:
     )
     parser.add_argument("--spec", type=Path, default=ROOT / "jobspecs" / "quickstart.toml")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-ms", type=float, help="a step's time; no run is started")
     options = parser.parse_args()
     spec = load(options.spec).spec.model_copy(update={"track": Track()})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        step = (options.step_ms or 0) / 1e3 or step_seconds(options.spec, options.ranks, folder)
-        print(f"a step of {options.spec.name} on {options.ranks} ranks: {1e3 * step:.1f} ms")
+        step = (options.step_ms or 0) / 1e3
+        step = step or step_seconds(options.spec, options.ranks, options.steps, folder)
+        print(f"a step of {options.spec.stem} on {options.ranks} ranks: {1e3 * step:.1f} ms")
         print(f"{'hook':<48} {'us a call':>10} {'calls a step':>13} {'of a step':>10}")
         for family in FAMILIES:
             with family(spec, folder) as hooks:
