@@ -121,10 +121,10 @@ def _in_words(compared: Compared, tables: Iterable[Table], all_kinds: bool) -> I
     yield f"{count} in {format_count(len(compared.groups), 'group')}, by {compared.by}"
     yield ""
     yield from _what_differs(compared)
-    seeds = "standard deviation of the seeds, and their range; of a single run " * any(
-        group.spread for group in compared.groups
-    )
-    yield f"figures at their ends (± {seeds}the evaluation's standard error)"
+    error = "the evaluation's standard error"
+    if any(group.spread for group in compared.groups):
+        error = f"standard deviation of seeds, of a single run {error}"
+    yield f"figures at their ends (±: {error})"
     yield from _print(*_figures(compared))
     has_curve = any(len(course.evaluated) > 1 for course in compared.courses)
     kinds = [VALIDATION] if has_curve else [TRAINING]
@@ -198,8 +198,7 @@ def _losses(compared: Compared, table: Table, kinds: Sequence[str]) -> Iterator[
     if not table.points:
         yield f"\nno losses over {axis}: no run has them"
     for kind in kinds if table.points else ():
-        span = _place(table, table.span)
-        how = f"mean of the last {span} before each point"
+        how = f"mean of the last {_span(table)} before each point"
         if kind == VALIDATION:
             how = "on the line from one evaluation to the next"
         yield f"\n{kind} over {axis} ({how})"
@@ -209,6 +208,12 @@ def _losses(compared: Compared, table: Table, kinds: Sequence[str]) -> Iterator[
             for group, row in zip(compared.groups, of_groups, strict=True)
         ]
         yield from _print(["run", *(_place(table, point) for point in table.points)], rows)
+
+
+def _span(table: Table) -> str:
+    if table.axis == "steps":
+        return format_count(int(table.span), "step")
+    return f"{format_number(table.span)} {'tokens' if table.axis == 'tokens' else 's'}"
 
 
 def _place(table: Table, point: float) -> str:
@@ -241,7 +246,11 @@ def _best(compared: Compared) -> Iterator[str]:
         None: "whether that is more than the noise cannot be told",
     }[margin.is_more_than_noise]
     if margin.is_more_than_noise is None:
-        lacking = "the evaluations have no standard errors" if best.by == VALIDATION else "one step"
+        lacking = (
+            "the evaluations have no standard errors"
+            if best.by == VALIDATION
+            else "they are of one step"
+        )
         yield f"      {verdict}: {lacking}"
     else:
         low, high = margin.margin - margin.half, margin.margin + margin.half
@@ -270,15 +279,25 @@ def _loss(loss: float) -> str:
 
 
 def _print(head: list[str], rows: Rows) -> Iterator[str]:
-    """Yield a table; one wider than the terminal in parts, each with the first column."""
+    """Yield a table, on its side if it fits the terminal only so, else in parts.
+
+    Columns in which nothing stands are left out.
+    """
     width = shutil.get_terminal_size((120, 24)).columns
     columns = [[name, *(row[at] for row in rows)] for at, name in enumerate(head)]
     columns = [column for column in columns if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
+    on_its_side = [list(line) for line in zip(*columns, strict=True)]
+    if len(_parts(_widths(columns), width)) > 1 == len(_parts(_widths(on_its_side), width)):
+        columns = on_its_side
+    widths = _widths(columns)
     for places in _parts(widths, width):
         for cells in zip(*(columns[at] for at in places), strict=True):
             fit = (f"{cell:<{widths[at]}}" for at, cell in zip(places, cells, strict=True))
             yield "  " + "  ".join(fit).rstrip()
+
+
+def _widths(columns: Rows) -> list[int]:
+    return [max(map(len, column)) for column in columns]
 
 
 def _parts(widths: Sequence[int], width: int) -> list[list[int]]:

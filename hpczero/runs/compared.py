@@ -116,7 +116,7 @@ class Compared:
         places[nearest] = common
         if axis == "steps":
             places = sorted({float(round(place)) for place in places if place >= 1})
-        span = max(longest / PART, 1.0) if axis == "steps" else longest / PART
+        span = float(max(longest // PART, 1)) if axis == "steps" else longest / PART
 
         def row(group: Group, loss: Any) -> list[Spread]:
             courses = [self.courses[at] for at in group.members]
@@ -269,8 +269,12 @@ def _fingerprint(run: Run) -> str:
 
 def _has_same_windows(runs: Sequence[Run], one: Group, two: Group) -> bool:
     specs = [runs[at].spec for group in (one, two) for at in group.members]
-    lengths = {(spec.seq_len, spec.data.documents) for spec in specs if spec}
-    return bool(one.seeds) and one.seeds == two.seeds and len(lengths) == 1
+    read = {
+        (spec.seq_len, spec.data.documents, spec.train.global_batch * spec.train.eval_batches)
+        for spec in specs
+        if spec
+    }
+    return bool(one.seeds) and one.seeds == two.seeds and len(read) == 1
 
 
 # -------------------------------------------------------------------------------------- warnings

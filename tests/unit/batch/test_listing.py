@@ -63,6 +63,35 @@ def test_as_json_and_of_one_run(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "nowhere is no folder" in capsys.readouterr().err
 
 
+def test_losses_of_evaluations_and_other_orders(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest of the lines counts, else the summary's; what is not known comes last."""
+    done, killed = folder / "runs" / "done", folder / "runs" / "killed"
+    (done / "summary.json").write_text('{"state": "finished", "validation_loss": 4.5}')
+    lines = [{"step": step, "step_seconds": 1, "loss": 9 - step} for step in range(1, 5)]
+    lines[1]["validation_loss"], lines[2]["validation_loss"] = 3.5, 4.25
+    (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    orders = {
+        "name": ["deep/er/halted", "done", "killed"],
+        "validation": ["killed", "done", "deep/er/halted"],
+        "loss": ["deep/er/halted", "done", "killed"],
+        "speed": ["deep/er/halted", "done", "killed"],
+        "state": ["deep/er/halted", "killed", "done"],
+    }
+    for order, names in orders.items():
+        assert main(["runs", "--sort", order]) == 0
+        said = rows(capsys.readouterr().out)
+        assert list(said)[1:] == names, order
+    assert said["run"][-2:] == ["validation", "age"]
+    assert (said["killed"][-3], said["done"][-3]) == ("4.2500", "4.5000")
+    assert main(["runs", "--sort", "age", "--json"]) == 0
+    ages = [one["age_seconds"] for one in json.loads(capsys.readouterr().out)]
+    assert ages == sorted(ages)
+    assert main(["status", "runs/done"]) == 0
+    assert "loss 4.6000, validation loss 4.5000\n" in capsys.readouterr().out
+
+
 def test_status_of_a_run_that_was_started_by_hand(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
