@@ -177,7 +177,7 @@ def _ends_of_heat(known: Numbers) -> tuple[float, float]:
         return 0.0, 1.0
     least, most = float(known.min()), float(known.max())
     margin = max(0.0, 0.025 * abs(most) - (most - least) / 2)
-    return least - margin, most + margin
+    return least - 0.9 * margin, most + 1.1 * margin  # equal ones lie amid a colour, not at its end
 
 
 def _scale_of_heat(least: float, most: float, unit: str) -> list[Mark]:

@@ -196,7 +196,7 @@ class _Frame:
             yield Line([(at, self.bottom), (at, self.bottom + 4)], "quiet", 1)
             yield Words(at, self.bottom + 16, tick_words(tick), "middle", 11, "quiet")
         yield Words(self.right, self.height - 8, axes.x, "end", 11, "quiet")
-        yield Words(self.left, self.height - 8, f"↑ {axes.y}", "start", 11, "quiet")
+        yield Words(self.right, 18, axes.y, "end", 11, "quiet")
 
     def moments(self, x: Scale) -> Iterator[Mark]:
         """Yield the lines of what happened, which lie over the others."""

@@ -87,12 +87,7 @@ def _add(found: list[Span], event: Event, begin: int, end: int, zero: int) -> No
         kind = kind_of(event)
         what = event.what
         tip = what.name if what.kind == SPAN else f"{what.kind} for {what.axis} {what.name}"
-        span = Span((begin - zero) / 1e6, (end - zero) / 1e6, kind, tip)
-        last = found[-1] if found else None
-        if last and last.kind == kind and last.tip == tip and last.end == span.begin:
-            found[-1] = Span(last.begin, span.end, kind, tip)
-        else:
-            found.append(span)
+        found.append(Span((begin - zero) / 1e6, (end - zero) / 1e6, kind, tip))
 
 
 def kind_of(event: Event) -> str:
