@@ -142,8 +142,7 @@ def _first_of_name(events: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str
 
 def _jobs(events: Sequence[Mapping[str, Any]], metrics: Columns) -> Iterator[Job]:
     begins = [at for at, event in enumerate(events) if event.get("event") == "start"]
-    ends = [*begins[1:], len(events)]
-    of_jobs = [events[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    of_jobs = [events[begin:end] for begin, end in itertools.pairwise([*begins, len(events)])]
     first = max(0, len(of_jobs) - _MOST_JOBS)
     for number, (of_job, of_next) in enumerate(itertools.pairwise([*of_jobs[first:], []]), first):
         yield _job(number + 1, of_job, of_next, metrics)
@@ -172,7 +171,7 @@ def _job(
     signs += [float(times[its_own].max())] if its_own.any() else []
     steps = metrics["step"][its_own]
     resumed = columns.number(of_name.get("resume", {}).get("step"))
-    first = 0 if isnan(resumed) else int(resumed)
+    first = int(resumed) if isfinite(resumed) else 0
     stop = of_name.get("stop", {})
     ranks = start.get("ranks")
     return Job(
