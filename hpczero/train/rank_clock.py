@@ -71,7 +71,8 @@ class RankClock:
         if not self._last:
             return
         of_ranks = self._world.gather_objects([round(s, 6) for s in self._sums.values()])
-        if of_ranks is not None and self._run:
+        # a folder that was removed is restored by its other writers, with a spec
+        if of_ranks is not None and self._run and self._run.is_dir():
             try:
                 self._write(self._run, of_ranks)
             except (OSError, InputError) as error:
