@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpczero.comm.status import RankState
+from hpczero.comm.status import RankState, seconds
 from hpczero.errors import InputError
 from hpczero.safe_files import make_own_folder, read_small, rename, write_text
 
@@ -60,13 +60,15 @@ def read(path: Path) -> NodeFile:
     try:
         facts = json.loads(read_small(path, _MOST))
         return NodeFile(
-            float(facts["at"]),
+            seconds(facts["at"]),
             str(facts["reason"]),
             {int(rank): RankState.of(state) for rank, state in facts["states"].items()},
             {int(rank): str(text) for rank, text in facts["stacks"].items()},
             {int(rank): str(text) for rank, text in facts["notes"].items()},
         )
-    except (InputError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (InputError, ValueError, LookupError, TypeError, AttributeError):
+        return NOTHING
+    except (OverflowError, RecursionError):  # of huge numbers, deep lists
         return NOTHING
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpczero.comm.status import RankState, process_namespace
 
+ASK = signal.SIGUSR1  # what a user sends to see them
 DUMP = signal.SIGRTMIN + 5
 _NAME = "hpczero-stacks"
 # files of the thread that asks, which is left out
@@ -38,6 +39,17 @@ class StacksFile:
     def close(self) -> None:
         faulthandler.unregister(self._number)
         self._file.close()
+
+
+def is_free(number: int) -> bool:
+    """Return True if the program has no handler for this signal."""
+    return signal.getsignal(number) == signal.SIG_DFL
+
+
+def print_when_asked() -> None:
+    """Print the stacks to stderr on the signal ASK, which would end the process."""
+    if is_free(ASK):
+        faulthandler.register(ASK, 2, all_threads=True)
 
 
 def file_of(state: RankState) -> str:

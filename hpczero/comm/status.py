@@ -36,6 +36,7 @@ CLEARED = _ENTRIES_AT + _ENTRIES * _ENTRY_SIZE  # bytes that must be 0 where a s
 SLOT = CLEARED + _ENTRIES * _HISTORY_SIZE
 _MASK = (1 << 64) - 1
 
+_LARGEST = 1e12  # seconds: more are nonsense
 NOWHERE = -1  # the entry of a wait that belongs to no group
 
 
@@ -163,6 +164,11 @@ class Operation:
     history: int = 0  # a hash of what the group has started up to this one
     ago: float = 0.0  # seconds since this rank has started it
 
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Operation":
+        numbers = int(facts["number"]), int(facts["code"])
+        return cls(*numbers, str(facts["label"]), int(facts["history"]), seconds(facts["ago"]))
+
 
 @dataclass(frozen=True)
 class RankState:
@@ -183,14 +189,24 @@ class RankState:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "RankState":
-        """Return a state that was written as `asdict` gives it."""
+        """Return a state that was written as `asdict` gives it; an error for anything else."""
         started = {
-            str(group): [Operation(**operation) for operation in operations]
+            str(group): [Operation.of(operation) for operation in operations]
             for group, operations in facts["started"].items()
         }
-        waited = None if facts["waited"] is None else float(facts["waited"])
-        changed = {"started": started, "idle": float(facts["idle"]), "waited": waited}
-        return cls(**{**facts, **changed})
+        return cls(
+            int(facts["pid"]),
+            int(facts["namespace"]),
+            int(facts["stacks"]),
+            int(facts["step"]),
+            seconds(facts["idle"]),
+            None if facts["waited"] is None else seconds(facts["waited"]),
+            str(facts["waits_in"]),
+            started,
+            str(facts["group"]),
+            int(facts["number"]),
+            str(facts["axis"]),
+        )
 
     def older(self, ago: float) -> "RankState":
         """Return the state `ago` seconds later, if nothing has happened since."""
@@ -201,6 +217,14 @@ class RankState:
     def resting(self) -> float:
         """Seconds for which nothing has happened on this rank."""
         return self.idle if self.waited is None else self.waited
+
+
+def seconds(value: Any) -> float:
+    """Return a number of seconds that another process has written; ValueError if it is none."""
+    number = float(value)
+    if not abs(number) < _LARGEST:
+        raise ValueError(f"{number} s")
+    return number
 
 
 def read(slot: memoryview, now: float, whole: bool = True) -> RankState:

@@ -19,7 +19,6 @@ Files are written by a thread of their own, as a file server may not answer. A r
 import contextlib
 import fcntl
 import os
-import signal
 import sys
 import threading
 import time
@@ -77,8 +76,7 @@ class Watch:
         self._done = threading.Event()
         self._stacks = StacksFile(stacks.DUMP)
         status.identify(self._stacks.fileno())
-        is_free = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-        self._asked = StacksFile(signal.SIGUSR1) if is_free else None
+        self._asked = StacksFile(stacks.ASK) if stacks.is_free(stacks.ASK) else None
         self._answered = 0  # bytes in that file at the last look
         self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
         self._rested: dict[int, float] = {}  # at the last look
@@ -207,15 +205,27 @@ class Watch:
             words = f"nothing new for {patience:.0f} s on {len(resting)} of {len(states)} ranks"
             self.record(words, silent)
 
+    def record_failure(self, words: str) -> None:
+        """Record that this rank fails; a file server that does not answer is not waited for."""
+        writing = threading.Thread(target=self._record_quietly, args=[words], daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads are to be had
+            writing.start()
+            writing.join(_REPORTING)
+
+    def _record_quietly(self, words: str) -> None:
+        with contextlib.suppress(Exception):
+            self.record(f"rank {self._rank} failed: {words}", [])
+
     def record(self, reason: str, of_ranks: Sequence[int] | None = None) -> None:
         """Write what the node's ranks are doing, with the stacks of some (None: all) of them."""
         if self._folder is None:
             return
         states = self._states_on_node()
-        stacks_of_ranks = self._stacks_of(sorted(states) if of_ranks is None else of_ranks, states)
+        asked = sorted(states) if of_ranks is None else of_ranks[:_ASKED_FOR_STACKS]
+        stacks_of_ranks = self._stacks_of(asked, states)
         notes = {rank: note for rank, state in states.items() if (note := _process(state))}
-        written = NodeFile(time.time(), reason, states, stacks_of_ranks, notes)
-        node_file.write(node_file.path_of(self._folder, self._node), written, self._rank)
+        file = NodeFile(time.time(), reason, states, stacks_of_ranks, notes)
+        node_file.write(node_file.path_of(self._folder, self._node), file, self._rank)
 
     # -------------------------------------------------------------------------------- the report
 
@@ -286,13 +296,14 @@ class Watch:
         lines += verdict.account(question, judged, states, hosts, notes)
         missing = (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)
         wrong = dict.fromkeys([*suspects, *(rank for rank in judged if judged[rank] in missing)])
-        texts = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states)
+        asked = [rank for rank in wrong if rank in self._slots][:_ASKED_FOR_STACKS]
+        texts = self._stacks_of(dict.fromkeys([self._rank, *asked]), states)
         for rank, text in (texts | self._stacks_elsewhere(wrong)).items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
         return "\n".join(lines)
 
     def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> dict[int, str]:
-        asked = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
+        asked = [rank for rank in ranks if rank in self._slots]
         written = stacks.ask([states[rank] for rank in asked])
         return {rank: text for rank, text in zip(asked, written, strict=True) if text}
 

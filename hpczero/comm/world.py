@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 from hpczero import env, machine
-from hpczero.comm import mpi_library
+from hpczero.comm import mpi_library, stacks
 from hpczero.comm.connection import Connection, ConnectionSettings
 from hpczero.comm.group import Group
 from hpczero.comm.mpi_backend import Order
@@ -103,9 +103,11 @@ class World(Nodes):
         """End the job, and say who did not come, where a rank waits for others longer than this.
 
         Collective. In `folder`, if given, nodes tell each other what their ranks are doing once
-        something is amiss (`comm/watchdog.py`).
+        something is amiss (`comm/watchdog.py`), or a rank gets the signal SIGUSR1. A rank alone
+        prints its stacks then.
         """
         if self.size == 1:
+            stacks.print_when_asked()
             return
         assert self._whole is None, "only the whole world can be watched"
         assert self._watch is None, "this world is watched already"
@@ -227,7 +229,7 @@ class World(Nodes):
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
         if self._watch:
-            self._watch.record(f"rank {self.rank} failed: {type(error).__name__}: {error}", [])
+            self._watch.record_failure(f"{type(error).__name__}: {error}")
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
         self.say(f"{kind}{error}{place}")
         if isinstance(error, InputError):

@@ -14,7 +14,7 @@ from hpczero.comm.verdict import Question
 from hpczero.commands.jobs import run_named
 from hpczero.runs.record import Run, read_run
 from hpczero.runs.stragglers import Straggler, stragglers
-from hpczero.text import format_duration, join_words, printable
+from hpczero.text import first_few, format_duration, join_words, printable
 
 _SLACK = 2.0  # seconds between clocks of nodes
 _MOST_STACKS = 4
@@ -42,7 +42,8 @@ def blame(options: Namespace) -> int:
     if finding:
         ago = format_duration(max(0.0, time.time() - finding.at))
         print(f"{finding.words}\nAs the ranks' own record says, written {ago} ago.")
-        print("\n".join(finding.details))
+        for line in finding.details:
+            print(line)
         for rank, stack in list(finding.stacks.items())[:_MOST_STACKS]:
             print(f"\nstacks of rank {rank}:")
             print("\n".join(printable(line) for line in _of_main_thread(stack).splitlines()))
@@ -84,7 +85,9 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     stacks = {rank: text for file in files for rank, text in file.stacks.items()}
     notes = {rank: text for file in files for rank, text in file.notes.items()}
     reasons = list(dict.fromkeys(printable(file.reason) for file in files))
-    hosts = _hosts(run, states)
+    missing = _missing(run, states)
+    known = run.jobs[-1].hosts if run.jobs else {}
+    hosts = {rank: known.get(rank, "an unknown host") for rank in [*states, *missing]}
     waiting = [rank for rank, state in states.items() if state.waited is not None]
     if not waiting:
         busy = ", ".join(_at(rank, states[rank]) for rank in sorted(states)[:8])
@@ -93,8 +96,9 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     asking = max(waiting, key=lambda rank: _weight(states, rank))
     question = _question(asking, states)
     judged = verdict.judge(question, states)
-    gone = [rank for rank, note in notes.items() if note in (verdict.ENDED, verdict.STOPPED)]
-    gone = [rank for rank in gone or _missing(run, states) if rank in question.ranks]
+    gone = [rank for rank in question.ranks if notes.get(rank) in (verdict.ENDED, verdict.STOPPED)]
+    if missing and len(waiting) == len(states) and verdict.DIFFERENT not in judged.values():
+        gone = gone or missing  # all of whom something is known wait for another one
     behind = verdict.suspects(question, judged, states, gone)
     details = verdict.account(question, judged, states, hosts, notes)
     told = [_behind(rank, states.get(rank), hosts[rank], notes.get(rank)) for rank in behind[:8]]
@@ -128,13 +132,6 @@ def _missing(run: Run, states: Mapping[int, RankState]) -> list[int]:
     return [rank for rank in ranks if rank not in states]
 
 
-def _hosts(run: Run, states: Mapping[int, RankState]) -> dict[int, str]:
-    ranks = run.jobs[-1].ranks if run.jobs else []
-    named = {one.get("rank"): printable(str(one.get("host"))) for one in ranks}
-    every = {*states, *range(len(ranks))}
-    return {rank: named.get(rank, "an unknown host") for rank in every}
-
-
 def _at(rank: int, state: RankState) -> str:
     step = f"step {state.step}, " if state.step >= 0 else ""
     return f"rank {rank} ({step}in no operation for {state.idle:.0f} s)"
@@ -147,8 +144,8 @@ def _paragraph(
     states: Mapping[int, RankState],
 ) -> str:
     waited = states[question.rank].waited or 0.0
-    others = [rank for rank in question.ranks if rank not in behind]
-    who = f"rank{'s' if len(others) > 1 else ''} {join_words(list(map(str, others[:8])))}"
+    others = [rank for rank in question.ranks if rank not in behind] or [question.rank]
+    who = f"rank{'s' if len(others) > 1 else ''} {first_few(list(map(str, others)))}"
     waits = f"{who} waited for {waited:.0f} s in {printable(question.waits_in)}"
     if not behind:
         return f"Nobody is behind, as far as is known: {waits}."
@@ -158,7 +155,7 @@ def _paragraph(
 def _behind(rank: int, state: RankState | None, host: str, note: str | None) -> str:
     words = f"Rank {rank} on {host} is behind"
     if state is None:
-        return f"{words}: nothing is known of it, its process has probably ended."
+        return f"{words}, or has ended: its node has recorded nothing of it."
     step = f" in step {state.step}" if state.step >= 0 else ""
     if note:
         return f"{words}{step}: {printable(note)}."

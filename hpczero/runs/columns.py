@@ -4,6 +4,7 @@ A line that is half written, or no object, is left out and counted; what is no n
 a figure that a line lacks: not every step has a validation loss.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 TIME = "time"  # seconds since 1970
 _BLOCK = 20_000  # lines that are taken apart at once
 _MOST_COLUMNS = 500
+_LONGEST = 16 << 20  # bytes of a line
 _LARGEST = 1e15  # a step, or a time: larger ones are nonsense
 _NUMBERS = (int, float)
 
@@ -61,8 +63,8 @@ def lines(path: Path) -> Iterator[dict[str, Any] | None]:
         file = os.fdopen(safe_files.open_to_read(path), "rb")
     except OSError:
         return
-    with file:
-        for line in file:
+    with file, contextlib.suppress(OSError):
+        while line := file.readline(_LONGEST):
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
@@ -122,7 +124,7 @@ def number(value: object) -> float:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < _LARGEST
+    return type(value) is int and 0 <= value < _LARGEST
 
 
 def _columns(objects: list[dict[str, Any]]) -> dict[str, Numbers]:
@@ -131,10 +133,10 @@ def _columns(objects: list[dict[str, Any]]) -> dict[str, Numbers]:
         for name in [name for name, value in one.items() if type(value) is dict]:
             inner = one.pop(name)
             one |= {f"{name}/{inner_name}": value for inner_name, value in inner.items()}
-    names = dict.fromkeys(itertools.chain(["step"], *objects))
+    names = list(dict.fromkeys(itertools.chain(["step"], *objects)))[:_MOST_COLUMNS]
     columns = {name: _numbers(one.get(name) for one in objects) for name in names}
     known = {name: column for name, column in columns.items() if not np.isnan(column).all()}
-    return {"step": columns["step"], **known, TIME: np.array(times, dtype=np.float64)}
+    return {"step": columns["step"], TIME: np.array(times, dtype=np.float64), **known}
 
 
 def _numbers(values: Iterable[Any]) -> Numbers:

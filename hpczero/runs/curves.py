@@ -6,6 +6,8 @@ import numpy as np
 
 from hpczero.runs.columns import Numbers
 
+_LARGEST = 1e300  # of an x; beyond, differences may be too large
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -32,19 +34,17 @@ def curve(x: Numbers, y: Numbers, points: int) -> Curve:
 
     A point stands for what lies in one of as many equal parts of the x axis.
     """
-    known = np.isfinite(x) & np.isfinite(y)
+    known = (np.abs(x) < _LARGEST) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) <= points:
         return Curve(x, y, y, y)
     part = _parts(x, points)
     begins = np.flatnonzero(np.diff(part, prepend=part[0] - 1))
     counts = np.diff(np.append(begins, len(x)))
-    return Curve(
-        np.add.reduceat(x, begins) / counts,
-        np.minimum.reduceat(y, begins),
-        np.add.reduceat(y, begins) / counts,
-        np.maximum.reduceat(y, begins),
-    )
+    shares = np.repeat(1.0 / counts, counts)  # a sum of large values might be too large
+    low, high = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
+    mean = np.clip(np.add.reduceat(y * shares, begins), low, high)
+    return Curve(np.add.reduceat(x * shares, begins), low, mean, high)
 
 
 def means(x: Numbers, ys: Numbers, points: int) -> tuple[Numbers, Numbers, Numbers]:
@@ -67,6 +67,10 @@ def means(x: Numbers, ys: Numbers, points: int) -> tuple[Numbers, Numbers, Numbe
 
 
 def _parts(x: Numbers, points: int) -> Numbers:
-    """Return the number of the part, of `points` equal ones, in which each x lies."""
+    """Return the number of the part, of `points` equal ones, in which each x lies.
+
+    An x that is less than one before it lies in the part of that one.
+    """
+    x = np.maximum.accumulate(x)
     width = (x[-1] - x[0]) / points or 1.0
     return np.minimum((x - x[0]) // width, points - 1)

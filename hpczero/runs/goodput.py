@@ -25,6 +25,7 @@ _OF_STEPS = {
     "communication": "comm_seconds",
     "data": "data_seconds",
 }
+_LARGEST = 1e12  # seconds
 _OF_RANKS = {"computing": "compute", "communication": "wait", "data": "data"}
 
 
@@ -56,13 +57,6 @@ def goodput(run: Run, times: Sequence[RankTimes] = (), queued: float = 0.0) -> G
         for kind, seconds in _of_job(run, job, times).items():
             sums[kind] += seconds * _ranks(job)
     sums["queue"] = queued * max(map(_ranks, jobs), default=1)
-    for event in run.events_named("resume"):
-        lost = number(event.get("lost_seconds"))
-        before = [job for job in jobs if job.began < seconds_of(event.get(TIME))][:-1]
-        if before and isfinite(lost):
-            moved = min(max(0.0, lost) * _ranks(before[-1]), sums["other"])
-            sums["lost"] += moved
-            sums["other"] -= moved
     return Goodput(sums)
 
 
@@ -71,7 +65,7 @@ def _ranks(job: Job) -> int:
 
 
 def _of_job(run: Run, job: Job, times: Sequence[RankTimes]) -> dict[str, float]:
-    """Return a rank's seconds by kind. Steps of lines that were dropped are "other" here."""
+    """Return a rank's seconds by kind; where clocks differ, no more than the job had."""
     metrics = run.metrics
     own = (metrics[TIME] >= job.began) & (metrics[TIME] <= job.ended)
     began = seconds_of(job.start.get("began"))
@@ -88,10 +82,14 @@ def _of_job(run: Run, job: Job, times: Sequence[RankTimes]) -> dict[str, float]:
     start = "restart" if job.number > 1 else "start"
     booked = found | {
         "evaluation": evaluations,
-        "saving": sum(seconds for seconds in saves if isfinite(seconds)),
+        "saving": _sum(np.array(saves)),
+        "lost": job.lost,
         start: min(whole, max(0.0, _first_step(job, run) - began)),
     }
-    return booked | {"other": whole - sum(booked.values())}
+    total = sum(booked.values())
+    if total > whole:
+        booked = {kind: seconds / total * whole for kind, seconds in booked.items()}
+    return booked | {"other": max(0.0, whole - total)}
 
 
 def _first_step(job: Job, run: Run) -> float:
@@ -124,4 +122,5 @@ def _of_mean_rank(
 
 
 def _sum(values: Numbers) -> float:
-    return float(np.nansum(values))
+    """Return the sum of the values that are seconds."""
+    return float(values[(values > 0) & (values < _LARGEST)].sum())

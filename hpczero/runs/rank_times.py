@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ _VERSION = 1
 _STEPS = struct.Struct("<qq")
 _MOST_RANKS = 1_000_000
 _MOST_JOBS = 10_000
+_MOST_BYTES = 1 << 30  # that are read of all files, the newest rows first
+
+Rows = np.ndarray[Any, np.dtype[np.void]]
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,13 @@ def read(run: Path) -> list[RankTimes]:
     """Return the rows of each job that has any, without those of steps that came again later."""
     jobs: list[RankTimes] = []
     least = np.inf
+    left = _MOST_BYTES
     for path in reversed(_files(run)):
-        job = _read(path)
-        if job is None:
+        rows = _read(path, left)
+        if rows is None:
             continue
+        left -= rows.nbytes
+        job = _sound(rows)
         kept = job.last < least
         if kept.any():
             least = min(least, float(job.first[kept].min()))
@@ -88,26 +95,33 @@ def _files(run: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.stem))[-_MOST_JOBS:]
 
 
-def _read(path: Path) -> RankTimes | None:
+def _read(path: Path, most: int) -> Rows | None:
+    """Return the newest rows of a file, of at most so many bytes; None if it has none."""
     try:
         with os.fdopen(safe_files.open_to_read(path), "rb") as file:
             begin = file.read(_HEAD.size)
             if len(begin) < _HEAD.size:
                 return None
             magic, version, ranks, fields, _ = _HEAD.unpack(begin)
-            if (magic, version) != (_MAGIC, _VERSION) or not 0 < ranks <= _MOST_RANKS:
+            if (magic, version, fields) != (_MAGIC, _VERSION, len(FIELDS)):
                 return None
-            if fields != len(FIELDS):
+            if not 0 < ranks <= _MOST_RANKS:
                 return None
             kind = np.dtype([("steps", "<i8", 2), ("seconds", "<f4", (ranks, fields))])
-            size = os.fstat(file.fileno()).st_size - _HEAD.size
-            if size < kind.itemsize:
-                return None
-            rows = np.memmap(file, kind, "r", _HEAD.size, (size // kind.itemsize,))
-    except (OSError, ValueError):
+            rows = (os.fstat(file.fileno()).st_size - _HEAD.size) // kind.itemsize
+            count = min(rows, most // kind.itemsize)
+            file.seek(_HEAD.size + (rows - count) * kind.itemsize)
+            return np.fromfile(file, kind, count) if count > 0 else None
+    except OSError:
         return None
+
+
+def _sound(rows: Rows) -> RankTimes:
+    """Return the rows that can be: a disk that was full, or lost its power, leaves other ones."""
     first, last = rows["steps"].T
-    sound = (first >= 0) & (last >= first)
-    seconds = np.asarray(rows["seconds"][sound], dtype=np.float64)
+    sound = (first >= 1) & (last >= first) & np.isfinite(rows["seconds"]).all(axis=(1, 2))
+    seconds = np.maximum(rows["seconds"][sound].astype(np.float64), 0.0)
     of_field = {name: seconds[:, :, at] for at, name in enumerate(FIELDS)}
-    return RankTimes(first[sound].astype(float), last[sound].astype(float), ranks, of_field)
+    return RankTimes(
+        first[sound].astype(float), last[sound].astype(float), seconds.shape[1], of_field
+    )

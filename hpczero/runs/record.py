@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, isnan
+from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hpczero.runs.columns import TIME, Columns, seconds_of
 from hpczero.spec.keys import flat
 from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
+from hpczero.text import printable
 
 _MOST = 64 << 20  # bytes of a summary
 _MOST_EVENTS = 200_000
@@ -44,8 +45,15 @@ class Job:
     ranks: Sequence[Mapping[str, Any]]
     start: Mapping[str, Any]  # the event
     layout: Mapping[str, Any]  # the event; {} before it
+    lost: float = 0.0  # seconds of its steps that the next job computed again
     state: str = ""
     reason: str = ""
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Return each rank's host, fit to be printed."""
+        known = [(one.get("rank"), printable(str(one.get("host")))) for one in self.ranks]
+        return {rank: host for rank, host in known if isinstance(rank, int)}
 
 
 @dataclass(frozen=True)
@@ -134,8 +142,7 @@ def _first_of_name(events: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str
 
 def _jobs(events: Sequence[Mapping[str, Any]], metrics: Columns) -> Iterator[Job]:
     begins = [at for at, event in enumerate(events) if event.get("event") == "start"]
-    ends = [*begins[1:], len(events)]
-    of_jobs = [events[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    of_jobs = [events[begin:end] for begin, end in itertools.pairwise([*begins, len(events)])]
     first = max(0, len(of_jobs) - _MOST_JOBS)
     for number, (of_job, of_next) in enumerate(itertools.pairwise([*of_jobs[first:], []]), first):
         yield _job(number + 1, of_job, of_next, metrics)
@@ -157,12 +164,14 @@ def _job(
     its_own = (times >= began) & (times < before)
     signs = [seconds_of(event.get(TIME)) for event in events]
     # steps that the next job did again have no line any more
-    lost_until = seconds_of(after.get("resume", {}).get("lost_until"))
+    again = after.get("resume", {})
+    lost_until = seconds_of(again.get("lost_until"))
+    lost = columns.number(again.get("lost_seconds"))
     signs += [lost_until] if began <= lost_until < before else []
     signs += [float(times[its_own].max())] if its_own.any() else []
     steps = metrics["step"][its_own]
     resumed = columns.number(of_name.get("resume", {}).get("step"))
-    first = 0 if isnan(resumed) else int(resumed)
+    first = int(resumed) if isfinite(resumed) else 0
     stop = of_name.get("stop", {})
     ranks = start.get("ranks")
     return Job(
@@ -174,6 +183,7 @@ def _job(
         [one for one in ranks if isinstance(one, dict)] if isinstance(ranks, list) else [],
         start,
         of_name.get("layout", {}),
+        max(0.0, lost) if isfinite(lost) else 0.0,
         str(stop.get("state") or ""),
         str(stop.get("reason") or ""),
     )

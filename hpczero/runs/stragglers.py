@@ -66,12 +66,12 @@ def stragglers(run: Run, times: Sequence[RankTimes] | None = None) -> list[Strag
     more = _more_than_others(total)
     is_slow = (more > _SHARE * steps[:, None]).mean(axis=0) >= _MOST_ROWS
     excess = np.median(more, axis=0)
-    hosts = {one.get("rank"): one.get("host") for one in (run.jobs[-1].ranks if run.jobs else [])}
+    hosts = _hosts(run, job)
     first, last = int(job.first[latest][0]), int(job.last[-1])
     found = [
         Straggler(
             int(rank),
-            str(hosts.get(int(rank), "an unknown host")),
+            hosts.get(int(rank), "an unknown host"),
             _cause({name: part[latest] for name, part in parts.items()}, int(rank)),
             float(excess[rank]),
             float(np.median(steps)),
@@ -81,6 +81,14 @@ def stragglers(run: Run, times: Sequence[RankTimes] | None = None) -> list[Strag
         for rank in np.flatnonzero(is_slow)
     ]
     return sorted(found, key=lambda one: -one.seconds)
+
+
+def _hosts(run: Run, times: RankTimes) -> dict[int, str]:
+    """Return the hosts of the newest job that can have made these steps on as many ranks."""
+    jobs = [
+        job for job in run.jobs if len(job.ranks) == times.ranks and job.first < times.first[-1]
+    ]
+    return jobs[-1].hosts if jobs else {}
 
 
 def own_parts(job: RankTimes) -> dict[str, Numbers]:
@@ -97,10 +105,15 @@ def own_parts(job: RankTimes) -> dict[str, Numbers]:
 
 def _more_than_others(values: Numbers) -> Numbers:
     """Return how much more each rank has than the median of the others [rows, ranks]."""
-    more = np.empty_like(values)
-    for rank in range(values.shape[1]):
-        more[:, rank] = values[:, rank] - np.median(np.delete(values, rank, axis=1), axis=1)
-    return more
+    order = np.argsort(values, axis=1)
+    place = np.argsort(order, axis=1)
+    in_order = np.take_along_axis(values, order, axis=1)
+    others = values.shape[1] - 1
+    middle = [
+        np.where(at < place, in_order[:, at, None], in_order[:, at + 1, None])
+        for at in ((others - 1) // 2, others // 2)
+    ]
+    return values - (middle[0] + middle[1]) / 2
 
 
 def _cause(parts: dict[str, Numbers], rank: int) -> str:

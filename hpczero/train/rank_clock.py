@@ -8,11 +8,12 @@ have run but another one had its processor: so a rank that computes longer than 
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpczero import safe_files
 from hpczero.comm.world import World
+from hpczero.errors import InputError
 from hpczero.runs import rank_times
 
 _SCHEDULE = "/proc/thread-self/schedstat"  # ns on a processor, ns waiting for one, turns
@@ -21,14 +22,20 @@ _SCHEDULE = "/proc/thread-self/schedstat"  # ns on a processor, ns waiting for o
 class RankClock:
     """On every rank; `flush` is collective, and `step` is on every `every`-th step."""
 
-    def __init__(self, world: World, every: int, run: Path | None) -> None:
-        """`run`: the run's directory on rank 0, None elsewhere."""
+    def __init__(
+        self, world: World, every: int, run: Path | None, warn: Callable[[str], None]
+    ) -> None:
+        """`run`: the run's directory on rank 0, None elsewhere.
+
+        Where a row cannot be written the run is warned, once, and goes on without.
+        """
         self._world = world
         self._every = every
         self._run = run
+        self._warn = warn
         self._schedule = _opened(_SCHEDULE)
         self._file: int | None = None
-        self.problem = ""  # on rank 0: why rows are not written any more
+        self._written = 0  # bytes
         self._begin_row()
 
     def _begin_row(self) -> None:
@@ -64,12 +71,15 @@ class RankClock:
         if not self._last:
             return
         of_ranks = self._world.gather_objects([round(s, 6) for s in self._sums.values()])
-        if of_ranks is not None and self._run and not self.problem:
+        # a folder that was removed is restored by its other writers, with a spec
+        if of_ranks is not None and self._run and self._run.is_dir():
             try:
                 self._write(self._run, of_ranks)
-            except OSError as error:
+            except (OSError, InputError) as error:
                 where = self._run / rank_times.FOLDER
-                self.problem = f"times of ranks are not written any more: {where}: {error.strerror}"
+                why = error.strerror if isinstance(error, OSError) else error
+                self._warn(f"times of ranks are not written any more: {where}: {why}")
+                self._run = None
         self._begin_row()
 
     def _write(self, run: Path, of_ranks: Sequence[Sequence[float]]) -> None:
@@ -79,7 +89,8 @@ class RankClock:
             safe_files.make_own_folder(path.parent)
             self._file = safe_files.create(path)
             content = rank_times.head(len(of_ranks)) + content
-        os.write(self._file, content)
+        safe_files.write_at(self._file, memoryview(content), self._written)
+        self._written += len(content)
 
     def close(self) -> None:
         for file in (self._file, self._schedule):

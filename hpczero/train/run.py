@@ -234,10 +234,11 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
         earlier = directory.keep_metrics_before(resumed.step + 1)
         for warning in filter(None, (missing, *resumed.warnings)):
             reporter.event("WARN", what=warning)
-        if resumed.path:
+        if resumed.path or earlier.lost:
             changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
             facts = changed | earlier.lost
-            reporter.event("resume", step=resumed.step, path=str(resumed.path), **facts)
+            path = str(resumed.path or "")
+            reporter.event("resume", step=resumed.step, path=path, **facts)
     return resumed.step, earlier
 
 

@@ -357,7 +357,7 @@ def _step_of(line: str) -> float:
     """Return the step of a line of metrics; infinity if a kill has cut the line short."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

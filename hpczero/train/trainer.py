@@ -98,17 +98,16 @@ class Trainer:
         self.skipped = 0  # steps in a row
         self._all_written = True  # all ranks have written their data of the save in flight
         self._stalled = 0.0  # seconds that the save in flight has held up so far
-        folder = reporter.directory.path if reporter else None
-        self.clock = RankClock(world, spec.train.log_every, folder)
+        self.folder = reporter.directory.path if reporter else None
+        self.clock = RankClock(world, spec.train.log_every, self.folder, self._warn)
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
         """Run steps first .. train.steps - 1 (numbered from 1 in reports); there may be none."""
         steps = self.spec.train.steps
-        folder = self.reporter.directory.path if self.reporter else None
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(folder, self.deadline) as requests:
+        with StopRequests(self.folder, self.deadline) as requests:
             try:
                 for step in range(first, steps):
                     self._say_new_length(step)
@@ -121,6 +120,10 @@ class Trainer:
         self.clock.close()
         self.engine.wait_for_weights()
         return outcome
+
+    def _warn(self, what: str, **facts: object) -> None:
+        if self.reporter:
+            self.reporter.event("WARN", what=what, **facts)
 
     def _say_new_length(self, step: int) -> None:
         """Say where sequences begin to be longer or shorter than before."""
@@ -251,8 +254,7 @@ class Trainer:
         try:
             return action(outcome)
         except SaveFailed as error:
-            if self.reporter:
-                self.reporter.event("WARN", what=str(error), step=outcome.steps)
+            self._warn(str(error), step=outcome.steps)
             if self.spec.checkpoint.on_error == "stop" and outcome.state == "running":
                 reason = f'{error}; with checkpoint.on_error = "continue" training goes on'
                 return replace(outcome, state="failed", reason=reason)
@@ -277,8 +279,8 @@ class Trainer:
                 seconds=saved.seconds,
                 stalled=stalled,
             )
-            if not_removed:
-                reporter.event("WARN", what=not_removed, step=outcome.steps)
+        if not_removed:
+            self._warn(not_removed, step=outcome.steps)
         return replace(outcome, saved=saved.step)
 
     def _targets(self, batches: Sequence[MicroBatch]) -> float:
@@ -362,13 +364,8 @@ class Trainer:
                 "first", step=step, loss=metrics["loss"], seconds=metrics["step_seconds"]
             )
         if result.bad:
-            reporter.event(
-                "WARN",
-                what="gradient not finite, step skipped",
-                step=step,
-                where=str(result.bad),
-                loss_scale=result.loss_scale,
-            )
+            facts = {"where": str(result.bad), "loss_scale": result.loss_scale}
+            self._warn("gradient not finite, step skipped", step=step, **facts)
         reporter.output.step(step, metrics)
         if validation:
             entropy = self.batches.source.unigram_entropy("validation")

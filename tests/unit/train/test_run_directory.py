@@ -75,6 +75,19 @@ def test_metrics_that_are_no_text_are_dropped(spec: Spec, directory: Path) -> No
     assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_lines_of_steps_that_are_computed_again_are_lost(spec: Spec, directory: Path) -> None:
+    lines = [{"step": step, "step_seconds": 2.0, "time": f"day {step}"} for step in range(1, 6)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    damaged = '{"step": NaN}\n{"step": ' + 400 * "9" + "}\n" + "[" * 100_000 + '\n{"step": 6, "ti'
+    (directory / "metrics.jsonl").write_text(text + damaged)
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    earlier = claimed.keep_metrics_before(4)
+    claimed.close()
+    assert (earlier.steps, earlier.seconds) == (3, 6.0)
+    assert earlier.lost == {"lost_steps": 2, "lost_seconds": 4.0, "lost_until": "day 5"}
+    assert (directory / "metrics.jsonl").read_text() == "".join(text.splitlines(True)[:3])
+
+
 OF_MEMORY = {"rank": 0, "host": "n1", "predicted": {"weights": 4}}
 
 

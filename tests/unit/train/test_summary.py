@@ -192,3 +192,23 @@ def test_why_nothing_was_predicted_is_in_the_summary_alone() -> None:
     }
     summary = of_run(JOB, EARLIER, None)
     assert said(summary | {"step": step}, 5) == said(summary, 5)
+
+
+def test_what_is_lost_is_what_is_computed_again() -> None:
+    again = [
+        line(4, evaluation_seconds=0.5, time="2026-01-01T00:00:04+00:00"),
+        line(5, time="2026-01-01T00:00:06+00:00"),
+        line(6, step_seconds="x", evaluation_seconds=None),
+    ]
+    earlier = Earlier.of([line(1), line(2), line(3)], again)
+    assert (earlier.steps, earlier.seconds) == (3, 6.0)
+    assert earlier.lost == {
+        "lost_steps": 3,
+        "lost_seconds": 4.5,
+        "lost_until": "2026-01-01T00:00:06+00:00",
+    }
+
+
+def test_nothing_is_lost_where_no_step_is_computed_again() -> None:
+    assert Earlier.of([line(1)]).lost == {}
+    assert Earlier().lost == {}
