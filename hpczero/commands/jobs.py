@@ -18,6 +18,7 @@ from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_by_scheduler
 from hpczero.batch.submit_sweep import folder_of
 from hpczero.errors import HpczeroError, InputError
+from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load, load_sweep
 from hpczero.text import format_age, format_bytes, format_duration, join_words, printable, toml_repr
 from hpczero.train.run_directory import path_of
@@ -261,6 +262,7 @@ def _in_full(progress: Progress) -> list[str]:
         *([f"  time left   {left}"] if left else []),
         f"  last save   {f'step {saved}' if saved else 'none yet'}",
         *([f"  memory      at most {format_bytes(int(held))} a rank"] if held else []),
+        *_goodput(progress.run),
         f"  used        {node_hours}{_bytes_below(progress.run) / 1e6:,.1f} MB on disk",
     ]
     width = max((len(link.number) for link in progress.links), default=0)
@@ -274,6 +276,20 @@ def _in_full(progress: Progress) -> list[str]:
             *(f"    {printable(line, 300)}" for line in progress.last_lines),
         ]
     return lines
+
+
+def _goodput(run: Path) -> list[str]:
+    """Say what the time of the run's ranks went into, if that is known and soon found out."""
+    try:
+        booked = goodput_in(run)
+    except InputError:
+        return []
+    if booked is None or booked.share is None:
+        return []
+    parts = sorted(booked.of_kind.items(), key=lambda part: -part[1])
+    shares = [(kind, seconds / booked.allocated) for kind, seconds in parts if kind != "queue"]
+    words = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
+    return [f"  goodput     {booked.share:.0%} of its ranks' time trained: {words}"]
 
 
 def _bytes_below(run: Path) -> int:

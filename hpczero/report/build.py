@@ -20,11 +20,11 @@ from hpczero.report import (
 from hpczero.report.contents import Chapter, Report, Section, Text
 from hpczero.runs import rank_times
 from hpczero.runs.columns import number
+from hpczero.runs.goodput import goodput
 from hpczero.runs.record import Run
 from hpczero.text import format_duration, format_loss, format_number, printable
 
 _MOST_CHAPTERS = 12  # of runs, behind their comparison
-_NOT_BOOKED = ("allocated", "share")  # sums of the others
 # what a stranger's files may make of a figure: it is left out, and said so
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError)
 
@@ -56,12 +56,9 @@ def chapter_of(run: Run, points: int) -> Chapter:
 
 
 def booked(run: Run) -> dict[str, float]:
-    """Return the rank-seconds that the summary has booked, by kind; none if it has not."""
-    found = run.summary.get("goodput")
-    if not isinstance(found, dict):
-        return {}
-    amounts = {name: number(found.get(name)) for name in found if name not in _NOT_BOOKED}
-    return {str(name): amount for name, amount in amounts.items() if 0 <= amount < 1e18}
+    """Return the rank-seconds of the run by kind, without those of which there are none."""
+    found = goodput(run, rank_times.read(run.path)).of_kind
+    return {name: seconds for name, seconds in found.items() if 0 < seconds < 1e18}
 
 
 def _pipeline(run: Run) -> Section:

@@ -7,12 +7,14 @@ or waited for is the mean over ranks where `rank_times` has it, else rank 0's.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
 import numpy as np
 
+from hpczero.runs import rank_times
 from hpczero.runs.columns import TIME, Numbers, number, seconds_of
 from hpczero.runs.rank_times import RankTimes
-from hpczero.runs.record import Job, Run
+from hpczero.runs.record import Job, Run, read_run
 
 # lost: steps that were computed, and again after the next start; other: between all of these
 KINDS = (
@@ -20,6 +22,7 @@ KINDS = (
     *("start", "restart", "lost", "other", "queue"),
 )
 USEFUL = ("computing", "communication", "data", "evaluation")
+_MOST = 100_000_000  # bytes of metrics: some 300,000 steps
 _OF_STEPS = {
     "computing": "compute_seconds",
     "communication": "comm_seconds",
@@ -58,6 +61,15 @@ def goodput(run: Run, times: Sequence[RankTimes] = (), queued: float = 0.0) -> G
             sums[kind] += seconds * _ranks(job)
     sums["queue"] = queued * max(map(_ranks, jobs), default=1)
     return Goodput(sums)
+
+
+def goodput_in(path: Path) -> Goodput | None:
+    """Return that of the run in a directory; None where reading it all would take minutes."""
+    try:
+        size = (path / "metrics.jsonl").stat().st_size
+    except OSError:
+        size = 0
+    return goodput(read_run(path), rank_times.read(path)) if size <= _MOST else None
 
 
 def _ranks(job: Job) -> int:

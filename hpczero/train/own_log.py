@@ -8,6 +8,7 @@ from typing import Any
 
 from hpczero.checkpoint.save import Saved
 from hpczero.errors import HpczeroError
+from hpczero.train import setup
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.summary import fullest
 
@@ -35,6 +36,12 @@ class OwnLog:
 
     def event(self, name: str, **values: Any) -> None:
         self._write(lambda directory: directory.event(name, **values))
+
+    def start(self, ranks: list[dict[str, Any]]) -> None:
+        """Write the event of a start; `ranks`: where each of them is."""
+        if self.directory:
+            facts = {"packages": setup.packages(), "git": setup.git_state(), "loop": "own"}
+            self.event("start", began=setup.process_began(), ranks=ranks, **facts)
 
     def saved(self, saved: Saved) -> None:
         facts = {"bytes": saved.size, "seconds": saved.seconds}

@@ -100,10 +100,7 @@ class OwnRun:
                 lambda: RunDirectory.claim(spec, resume=False, fresh=False) if first else None
             )
             self.world.watch_in(run_directory.path_of(spec) / node_file.FOLDER)
-            ranks = setup.places_of_ranks(self.world)
-            if first:
-                facts = {"packages": setup.packages(), "git": setup.git_state(), "loop": "own"}
-                self._log.event("start", began=setup.process_began(), ranks=ranks, **facts)
+            self._log.start(setup.places_of_ranks(self.world))
             copies = WIDTH * saved_elements(self.engine)
             behind = spec.checkpoint.asynchronous
             if behind and not preflight.has_room(self.world, copies):

@@ -24,6 +24,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
+from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
@@ -203,6 +204,8 @@ def _carry_out(
     summary |= {"trace": trace} if trace else {}
     if reporter:
         summary["fullest"] = fullest(reporter.directory.fullest)
+        booked = goodput_in(reporter.directory.path)
+        summary["goodput"] = booked.as_data() if booked else None
         summary["step"] = measured_step(reporter.directory.step_seconds, predicted)
         report_end(reporter, outcome, summary)
     return outcome, summary
