@@ -37,7 +37,7 @@ class OwnLog:
     def event(self, name: str, **values: Any) -> None:
         self._write(lambda directory: directory.event(name, **values))
 
-    def start(self, ranks: list[dict[str, Any]]) -> None:
+    def start(self, ranks: list[Any] | None) -> None:
         """Write the event of a start; `ranks`: where each of them is."""
         if self.directory:
             facts = {"packages": setup.packages(), "git": setup.git_state(), "loop": "own"}

@@ -56,6 +56,9 @@ ALLOWED = {
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
     "runs": {"errors", "safe_files", "spec", "text"},
+    "report": {"errors", "env", "safe_files", "svg", "text", "spec", "runs"}
+    | {"comm.grid", "comm.trace", "calibrate.run_trace", "data.samples", "planner.volumes"}
+    | {"parallel.pipeline.schedule", "parallel.pipeline.simulate", "train.trace_file"},
     "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
     "calibrate": {"errors", "machine", "device", "safe_files", "spec", "comm", "text"}
     | {"planner", "train.setup", "hpczero_kernels"},
@@ -80,6 +83,7 @@ ALLOWED = {
         "model.shapes",
         "model.families",
         "planner",
+        "report",
         "runs",
         "track",
         "train",
@@ -107,7 +111,8 @@ WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
     *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", "track", ""),
-    *("commands.init", "commands.blame", "commands.sweep", "commands.compare", "runs"),
+    *("commands.init", "commands.blame", "commands.sweep", "commands.compare"),
+    *("commands.report", "report", "runs"),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
     *("commands.explain", "commands.show", "commands.export_import", "commands.tokenizer"),
