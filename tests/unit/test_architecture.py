@@ -71,6 +71,9 @@ ALLOWED = {
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
     "runs": {"errors", "safe_files", "spec", "text"},
+    "report": {"errors", "env", "safe_files", "svg", "text", "spec", "runs"}
+    | {"comm.grid", "comm.trace", "calibrate.run_trace", "data.samples", "planner.volumes"}
+    | {"parallel.pipeline.schedule", "parallel.pipeline.simulate", "train.trace_file"},
     "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
     "calibrate": {"errors", "machine", "device", "safe_files", "spec", "comm", "text"}
     | {"planner", "train.setup", "hpczero_kernels"},
@@ -95,6 +98,7 @@ ALLOWED = {
         "model.shapes",
         "model.families",
         "planner",
+        "report",
         "runs",
         "train",
         "",
@@ -128,7 +132,7 @@ WITHOUT_TORCH = (
     "commands.init",
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
-    *("commands.explain", "commands.show"),
+    *("commands.explain", "commands.show", "commands.report", "report", "runs"),
     *("commands.export_import", "commands.tokenizer", "huggingface"),
     *("commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
