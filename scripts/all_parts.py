@@ -63,6 +63,11 @@ PARTS = {
         ("hpczero/train", "hpczero/track", "hpczero/checkpoint", "hpczero/hdf5"),
         ("tests/system/train tests/system/track tests/system/checkpoint",),
     ),
+    "reports": Part(
+        6,
+        ("hpczero/report", "hpczero/runs", "templates/report.html.j2"),
+        ("tests/system/report",),
+    ),
     "jobs": Part(15, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
     "faults": Part(20, ("hpczero/comm",), ("tests/system/comm",)),
     "grids": Part(14, ENGINE, (f"-n 8 {GRIDS}",)),

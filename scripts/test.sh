@@ -91,6 +91,7 @@ every_promise() {
 named_part() {
     local number=0 line lines
     environment mpich
+    [ "$1" != reports ] || scripts/install_browser.sh
     lines=$("$venv/bin/python" scripts/all_parts.py runs "$1")
     while read -r line; do
         # shellcheck disable=SC2086  # several words

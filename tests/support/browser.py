@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,13 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _PATIENCE = 120  # seconds for an answer
+_ON_3_AND_4 = """
+import fcntl, os, sys
+reads, writes = (fcntl.fcntl(int(word), fcntl.F_DUPFD, 10) for word in sys.argv[1:3])
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def executable() -> str | None:
@@ -117,7 +125,7 @@ def browser(folder: Path) -> Iterator[Browser]:
     reads, to_browser = os.pipe()
     from_browser, writes = os.pipe()
     command = [
-        *("sh", "-c", f'exec "$0" "$@" 3<&{reads} 4>&{writes}', name),
+        *(sys.executable, "-c", _ON_3_AND_4, str(reads), str(writes), name),
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
         *("--hide-scrollbars", "--no-first-run", "--disable-background-networking"),
         *(f"--user-data-dir={folder / 'profile'}", "--remote-debugging-pipe"),
