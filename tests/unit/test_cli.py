@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from hpczero.cli import main
-from hpczero.commands import check
+from hpczero.commands import sweep
 from hpczero.errors import HpczeroError, InputError, Stopped
 
 
@@ -32,6 +32,6 @@ def test_an_end_is_one_line_and_a_code(
     code: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(check, "check", ends_with(error))
+    monkeypatch.setattr(sweep, "check", ends_with(error))
     assert main(["check", "spec.toml"]) == code
     assert capsys.readouterr() == ("", said)
