@@ -51,6 +51,8 @@ Rows = list[list[str]]
 def compare_(options: Namespace) -> int:
     if not 2 <= options.points <= _MOST:
         raise InputError(f"--points {options.points}: must be from 2 to {_MOST:,}")
+    if options.json and options.csv == "-":
+        raise InputError("--json and --csv - both write to stdout: give --csv a file")
     paths = _paths(options.runs)
     runs = [read_run(path) for path in paths]
     states, silent = jobs.states_of(paths)

@@ -130,6 +130,7 @@ def test_as_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["runs/a-1", "empty"], "empty is no run"),
         (["runs", "--points", "1"], "--points 1: must be from 2 to 200,000"),
         (["runs", "--csv", "nowhere/out.csv"], "nowhere/out.csv"),
+        (["runs", "--csv", "-", "--json"], "--json and --csv - both write to stdout"),
     ],
 )
 def test_what_it_refuses(

@@ -94,6 +94,17 @@ def test_a_group_with_a_run_that_failed_has_no_place_in_the_order(tmp_path: Path
     assert math.isnan(found.spread(found.groups[1], "validation_loss").mean)
 
 
+def test_runs_with_one_seed_read_the_same_windows_if_they_read_as_many(tmp_path: Path) -> None:
+    made = steady(2.5, lr=0.1)
+    more = Made(made.lines, {**made.settings, "train.eval_batches": "9"})
+    same = compared(tmp_path / "same", a=steady(2.0), b=made).best
+    longer = compared(tmp_path / "longer", a=steady(2.0), b=more).best
+    other = compared(tmp_path / "other", a=steady(2.0), b=steady(2.5, seed=2, lr=0.1)).best
+    assert same and longer and other  # noqa: PT018
+    assert [one.same_windows for one in (same, longer, other)] == [True, False, False]
+    assert same.margin.source == "evaluations"
+
+
 def test_without_evaluations_training_losses_count(tmp_path: Path) -> None:
     runs = {
         name: Made([line(step, loss + step % 2 / 10) for step in range(1, 81)], lr)
