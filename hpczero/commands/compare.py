@@ -102,13 +102,10 @@ def _write_csv(file: str, text: str) -> None:
         safe_files.write_text(Path(file), text)
 
 
-def _of_interest(tables: Sequence[Table]) -> Iterator[Table]:
-    """Yield the tables over tokens and time; over steps only where it says something else."""
+def _of_interest(tables: Sequence[Table]) -> list[Table]:
+    """Return the tables over tokens and time; over steps if tokens are not known."""
     steps, tokens, seconds, _ = tables
-    known = [table for table in (tokens, seconds) if table.points]
-    if not tokens.points or steps.training != tokens.training:
-        yield steps
-    yield from known
+    return [tokens if tokens.points else steps, *([seconds] if seconds.points else [])]
 
 
 # ------------------------------------------------------------------------------------- in words

@@ -83,6 +83,13 @@ def test_a_shorter_run_ends_the_table_unless_it_ended_early(
     assert "from 3,000 to 4,000 tokens" in found.warnings[-1] or steps == 8
 
 
+def test_one_shorter_run_of_three_does_not_end_the_table(tmp_path: Path) -> None:
+    made = {"a": steady(2.0), "b": steady(2.5, lr=0.1), "c": steady(3.0, lr=0.2, steps=28)}
+    table = compared(tmp_path, **made).table("steps", 4)
+    assert (table.points, table.common) == ([10, 20, 28, 40], 28)
+    assert [math.isfinite(one.mean) for one in table.training[2]] == [True] * 3 + [False]
+
+
 def test_a_group_with_a_run_that_failed_has_no_place_in_the_order(tmp_path: Path) -> None:
     """Otherwise the seeds that were lucky would stand for all."""
     died = Made([line(1, float("nan"))], {"train.steps": "40", "optimizer.lr": "0.001"}, seed=2)
