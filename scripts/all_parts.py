@@ -51,11 +51,11 @@ PARTS = {
         9,
         tuple(
             f"hpczero/{room}"
-            for room in ("calibrate", "commands", "data", "doctor", "spec", "planner")
+            for room in ("calibrate", "commands", "data", "doctor", "spec", "planner", "runs")
         ),
         tuple(
             f"tests/system/{room}"
-            for room in ("calibrate", "data", "doctor", "planner", "scripts", "spec")
+            for room in ("calibrate", "data", "doctor", "planner", "runs", "scripts", "spec")
         ),
     ),
     "runs": Part(

@@ -51,6 +51,8 @@ Rows = list[list[str]]
 def compare_(options: Namespace) -> int:
     if not 2 <= options.points <= _MOST:
         raise InputError(f"--points {options.points}: must be from 2 to {_MOST:,}")
+    if options.json and options.csv == "-":
+        raise InputError("--json and --csv - both write to stdout: give --csv a file")
     paths = _paths(options.runs)
     runs = [read_run(path) for path in paths]
     states, silent = jobs.states_of(paths)
@@ -100,13 +102,10 @@ def _write_csv(file: str, text: str) -> None:
         safe_files.write_text(Path(file), text)
 
 
-def _of_interest(tables: Sequence[Table]) -> Iterator[Table]:
-    """Yield the tables over tokens and time; over steps only where it says something else."""
+def _of_interest(tables: Sequence[Table]) -> list[Table]:
+    """Return the tables over tokens and time; over steps if tokens are not known."""
     steps, tokens, seconds, _ = tables
-    known = [table for table in (tokens, seconds) if table.points]
-    if not tokens.points or steps.training != tokens.training:
-        yield steps
-    yield from known
+    return [tokens if tokens.points else steps, *([seconds] if seconds.points else [])]
 
 
 # ------------------------------------------------------------------------------------- in words

@@ -7,7 +7,7 @@ come to a point, the group has none. Otherwise it would look better for what fai
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan, sqrt
-from statistics import fmean, stdev
+from statistics import fmean, median_low, stdev
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from hpczero.text import first_few, format_count, printable
 
 PART = 20  # a training loss is the mean over one of so many parts of an axis, or of a run's steps
 _EQUAL = 0.01  # numbers of tokens that differ by a smaller part are the same
-_EARLY = 0.25  # of the longest run: one that ended before shortens no table
+_EARLY = 0.25  # of the longest run: runs that ended before shorten no table
 _LARGEST = 1e15  # a larger figure is nonsense
 VALIDATION, TRAINING = "validation loss", "training loss"
 
@@ -102,21 +102,21 @@ class Compared:
         return Spread.of([float(getattr(self.figures[at], figure)) for at in group.members])
 
     def table(self, axis: str, points: int) -> Table:
-        """Return the losses at equal points up to the last that all runs have.
+        """Return the losses at equal points up to where half of the runs have ended.
 
-        If one of them ended early, it is up to the longest run's end, with that point among them.
+        If that is early, it is up to the longest run's end. One point is the last that all have.
         """
         ends = [end for course in self.courses if isfinite(end := course.end(axis)) and end > 0]
         if not ends:
             return Table(axis, [], nan, [[]] * len(self.groups), [[]] * len(self.groups), nan)
-        common = min(ends)
-        longest = common if common >= max(ends) * _EARLY else max(ends)
-        places = [longest * (at + 1) / points for at in range(points)]
+        common, longest, half = min(ends), max(ends), median_low(ends)
+        last = half if half >= longest * _EARLY else longest
+        places = [last * (at + 1) / points for at in range(points)]
         nearest = min(range(points), key=lambda at: abs(places[at] - common))
         places[nearest] = common
         if axis == "steps":
             places = sorted({float(round(place)) for place in places if place >= 1})
-        span = float(max(longest // PART, 1)) if axis == "steps" else longest / PART
+        span = float(max(last // PART, 1)) if axis == "steps" else last / PART
 
         def row(group: Group, loss: Any) -> list[Spread]:
             courses = [self.courses[at] for at in group.members]

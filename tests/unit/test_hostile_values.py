@@ -42,6 +42,8 @@ def fit(said: str) -> None:
         ["ckpt", "export", "step", "out", "--shard-size", "9" * 400],
         ["ckpt", "export", "step", "out", "--shard-size", "1" + "0" * 300],
         ["status", LONG],
+        ["runs", LONG],
+        ["compare", LONG, f"{LONG}x"],
         ["check", LONG],
     ],
 )

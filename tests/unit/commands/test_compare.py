@@ -57,7 +57,7 @@ def test_a_folder_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     losses = rows(said, "training loss over tokens")
     assert losses[0][0] == "a"
     assert [one for one in losses[0][1:] if one != "±"][-2:] == ["2.125", "0.141"]
-    assert "training loss over steps" not in said, "it is that over tokens"
+    assert "loss over steps" not in said
     assert "best: a, by 0.5050 of validation loss over b\n" in said
     assert "more than the noise: its 95 % interval is 0.4415 to 0.5685" in said
 
@@ -69,6 +69,20 @@ def test_every_run_by_itself_over_one_axis(capsys: pytest.CaptureFixture[str]) -
     assert "over tokens" not in said
     assert "validation loss over steps" in said
     assert "what other seeds would change cannot be told" in said
+
+
+def test_where_tokens_are_not_known_losses_are_over_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loop of one's own may log the loss alone."""
+    for name, lr in (("a", "0.1"), ("b", "0.2")):
+        lines = [{"step": step, "loss": 3.0} for step in range(1, 9)]
+        Made(lines, {"optimizer.lr": lr}, summary={}).write(tmp_path / name)
+    said = compared(capsys, str(tmp_path))
+    assert "training loss over steps (mean of the last 1 step before each point)" in said
+    assert "over tokens" not in said
+    over = compared(capsys, str(tmp_path), "--over", "tokens")
+    assert "no losses over tokens: no run has them" in over
 
 
 @pytest.mark.usefixtures("folder")
@@ -130,6 +144,7 @@ def test_as_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["runs/a-1", "empty"], "empty is no run"),
         (["runs", "--points", "1"], "--points 1: must be from 2 to 200,000"),
         (["runs", "--csv", "nowhere/out.csv"], "nowhere/out.csv"),
+        (["runs", "--csv", "-", "--json"], "--json and --csv - both write to stdout"),
     ],
 )
 def test_what_it_refuses(

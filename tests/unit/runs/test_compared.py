@@ -83,6 +83,13 @@ def test_a_shorter_run_ends_the_table_unless_it_ended_early(
     assert "from 3,000 to 4,000 tokens" in found.warnings[-1] or steps == 8
 
 
+def test_one_shorter_run_of_three_does_not_end_the_table(tmp_path: Path) -> None:
+    made = {"a": steady(2.0), "b": steady(2.5, lr=0.1), "c": steady(3.0, lr=0.2, steps=28)}
+    table = compared(tmp_path, **made).table("steps", 4)
+    assert (table.points, table.common) == ([10, 20, 28, 40], 28)
+    assert [math.isfinite(one.mean) for one in table.training[2]] == [True] * 3 + [False]
+
+
 def test_a_group_with_a_run_that_failed_has_no_place_in_the_order(tmp_path: Path) -> None:
     """Otherwise the seeds that were lucky would stand for all."""
     died = Made([line(1, float("nan"))], {"train.steps": "40", "optimizer.lr": "0.001"}, seed=2)
@@ -92,6 +99,17 @@ def test_a_group_with_a_run_that_failed_has_no_place_in_the_order(tmp_path: Path
     assert "a has no place in the order: 1 of 2 runs has no validation loss" in found.warnings
     assert "a-2: no finite loss in 1 of 1 step" in found.warnings
     assert math.isnan(found.spread(found.groups[1], "validation_loss").mean)
+
+
+def test_runs_with_one_seed_read_the_same_windows_if_they_read_as_many(tmp_path: Path) -> None:
+    made = steady(2.5, lr=0.1)
+    more = Made(made.lines, {**made.settings, "train.eval_batches": "9"})
+    same = compared(tmp_path / "same", a=steady(2.0), b=made).best
+    longer = compared(tmp_path / "longer", a=steady(2.0), b=more).best
+    other = compared(tmp_path / "other", a=steady(2.0), b=steady(2.5, seed=2, lr=0.1)).best
+    assert same and longer and other  # noqa: PT018
+    assert [one.same_windows for one in (same, longer, other)] == [True, False, False]
+    assert same.margin.source == "evaluations"
 
 
 def test_without_evaluations_training_losses_count(tmp_path: Path) -> None:
