@@ -85,6 +85,7 @@ class Status:
         self._history: dict[int, int] = {}  # entry -> hash of what its group has started
         self.wait: Wait | None = None
         _STEP.pack_into(self.slot, _STEP_AT, -1)
+        _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
     def move_to(self, slot: memoryview) -> None:
         """Write to this slot from now on; its first CLEARED bytes must be 0."""

@@ -1,10 +1,16 @@
-"""The file that a node's ranks write for other nodes, without MPI."""
+"""The file that a node's ranks write for other nodes, and for `hpczero blame`, without MPI."""
 
 import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hpczero.comm import node_file, watchdog
 from hpczero.comm.status import RankState, Status
 from hpczero.comm.watchdog import Member, Watch
 
@@ -42,3 +48,142 @@ def test_what_an_earlier_job_left_does_not_keep_this_one_from_reporting(tmp_path
         assert [watch._is_first_node() for _ in range(2)] == [True, False]
     finally:
         watch.stop()
+
+
+class Quiet(Watch):
+    """A watch of ranks that are as the test says; it only writes when it is told to."""
+
+    def __init__(self, folder: Path, seconds: float = 600.0) -> None:
+        self._seconds, self._folder, self._rank, self._node = seconds, folder, 0, 0
+        self._published, self._rested, self._longest = set(), {}, 0.0
+        self._asked, self._answered, self._slots = None, 0, {}
+        self.states: dict[int, RankState] = {}
+
+    def _states_on_node(self, whole: bool = True) -> dict[int, RankState]:
+        return self.states
+
+    def look(self, *rested: float) -> str:
+        """Return why the file is written when the ranks have waited for so long; "": it is not."""
+        path = node_file.path_of(self._folder, 0)
+        path.unlink(missing_ok=True)
+        self.states = {
+            rank: RankState(1, 1, 1, 3, 0.0, seconds, "x") for rank, seconds in enumerate(rested)
+        }
+        self._publish()
+        return node_file.read(path).reason
+
+
+def test_ranks_that_never_rested_are_quiet_after_a_short_time(tmp_path: Path) -> None:
+    watch = Quiet(tmp_path)
+    assert watch.look(19, 0) == ""
+    assert watch.look(21, 2) == "nothing new for 20 s on 1 of 2 ranks"
+    assert watch.look(25, 6) == "", "it has been said"
+    assert watch.look(41, 22) == "nothing new for 20 s on 2 of 2 ranks"
+
+
+def test_ranks_that_rest_by_habit_get_more_time(tmp_path: Path) -> None:
+    watch = Quiet(tmp_path)
+    assert watch.look(15, 0) == ""
+    assert watch.look(1, 0) == ""
+    assert watch.look(44, 0) == ""
+    assert watch.look(46, 0) == "nothing new for 45 s on 1 of 2 ranks"
+
+
+def test_no_habit_makes_a_hang_go_unseen(tmp_path: Path) -> None:
+    watch = Quiet(tmp_path)
+    watch.look(400, 0)
+    watch.look(0, 0)
+    assert watch.look(59, 0) == ""
+    assert watch.look(61, 0) == "nothing new for 60 s on 1 of 2 ranks"
+
+
+def test_patience_is_half_the_watchdogs_at_most(tmp_path: Path) -> None:
+    watch = Quiet(tmp_path, seconds=10.0)
+    assert watch.look(4.9, 0) == ""
+    assert watch.look(5.1, 0) == "nothing new for 5 s on 1 of 2 ranks"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Watch]:
+    """A watch of this process alone, which writes nowhere yet."""
+    status = Status()
+    member = Member(0, "here", 0)
+    watch = Watch(status, member, [member], {0: status.slot}, 3600, None)
+    yield watch
+    watch.stop()
+
+
+def record(watch: Watch, reason: str) -> None:
+    """Let another thread record, as the watchdog's does; its own stack is left out."""
+    thread = threading.Thread(target=watch.record, args=[reason])
+    thread.start()
+    thread.join()
+
+
+def test_a_folder_that_is_known_later_is_written_without_what_was_there(
+    alone: Watch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "watch"
+    record(alone, "nowhere")
+    assert not folder.exists()
+    folder.mkdir()
+    for name in ("report", "node-0000.txt", "node-0000.json", "node-0001.json"):
+        (folder / name).touch()
+    alone.use(folder)
+    assert [path.name for path in folder.iterdir()] == ["node-0001.json"], "another node's"
+    record(alone, "somewhere")
+    file = node_file.read(node_file.path_of(folder, 0))
+    assert (file.reason, set(file.states)) == ("somewhere", {0})
+    assert "test_watchdog.py" in file.stacks[0]
+    assert file.states[0].pid == os.getpid()
+    assert abs(file.at - time.time()) < 60
+
+
+def test_a_rank_that_is_asked_records_and_goes_on(alone: Watch, tmp_path: Path) -> None:
+    alone.use(tmp_path)
+    path = node_file.path_of(tmp_path, 0)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + 30
+        while not path.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert node_file.read(path).reason == "rank 0 was asked (SIGUSR1)"
+        path.unlink()
+
+
+def test_a_rank_that_fails_is_recorded(alone: Watch, tmp_path: Path) -> None:
+    alone.use(tmp_path)
+    alone.record_failure("ValueError: \x1b[2J")
+    file = node_file.read(node_file.path_of(tmp_path, 0))
+    assert (file.reason, file.stacks) == ("rank 0 failed: ValueError: \x1b[2J", {})
+
+
+def test_neither_an_error_nor_a_dead_file_server_keeps_a_rank_from_its_end(
+    alone: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    alone.use(tmp_path)
+    monkeypatch.setattr(node_file, "write", fails)
+    alone.record_failure("x")
+    answered = threading.Event()
+    monkeypatch.setattr(node_file, "write", lambda *arguments: answered.wait(60))
+    monkeypatch.setattr(watchdog, "_REPORTING", 0.05)
+    alone.record_failure("y")
+    assert not answered.is_set()
+    answered.set()
+
+
+def test_a_stack_file_that_is_not_there_is_no_stack(alone: Watch, tmp_path: Path) -> None:
+    """Of 10 ranks all are asked, not only the first ones."""
+    state = alone._states_on_node()[0]
+    gone = RankState(2**22 + 1, state.namespace, 5, 1, 0.0, None, "")
+    alone._states_on_node = lambda whole=True: {**dict.fromkeys(range(9), gone), 9: state}  # type: ignore[method-assign]
+    alone._slots = dict.fromkeys(range(10), memoryview(b""))
+    alone._folder = tmp_path
+    record(alone, "asked")
+    file = node_file.read(node_file.path_of(tmp_path, 0))
+    assert list(file.stacks) == [9]
+    assert file.notes == dict.fromkeys(range(9), "its process has ended")
