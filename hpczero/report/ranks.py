@@ -9,12 +9,12 @@ from hpczero.report.contents import Block, Figure, Section, Table, Text
 from hpczero.runs.columns import Numbers
 from hpczero.runs.curves import means
 from hpczero.runs.rank_times import RankTimes
+from hpczero.runs.stragglers import own_parts
 from hpczero.text import format_count, format_span
 
 _COLUMNS = 160  # of a map
 _ROWS = 64
 _SLOWEST = 8  # ranks in the table
-_PARTS = ("compute", "data", "save", "taken", "disk")
 TITLE = "Were all ranks alike?"
 
 
@@ -86,14 +86,19 @@ def _slowest(jobs: Sequence[RankTimes]) -> Table:
     steps = sum(float(job.steps.sum()) for job in jobs)
     sums = {
         name: sum(job.of_field[name].sum(axis=0) for job in jobs) / steps
-        for name in ("step", "wait", *_PARTS)
+        for name in ("step", "wait")
+    }
+    parts = [(own_parts(job), job.steps[:, None]) for job in jobs]
+    causes = {
+        name: sum((of_job[name] * count).sum(axis=0) for of_job, count in parts) / steps
+        for name in parts[0][0]
     }
     work = np.maximum(0.0, sums["step"] - sums["wait"])
     order = np.argsort(-work)[:_SLOWEST]
     usual = float(np.median(work))
     rows = []
     for rank in order.tolist():
-        more = {name: float(sums[name][rank] - np.median(sums[name])) for name in _PARTS}
+        more = {name: float(part[rank] - np.median(part)) for name, part in causes.items()}
         largest = max(more, key=more.__getitem__)
         share = (work[rank] / usual - 1) if usual > 0 else 0.0
         cause = f"{largest} (+{more[largest]:.3g} s)" if more[largest] > 0.01 * usual else "-"

@@ -196,9 +196,8 @@ def _carry_out(
     losses = outcome.first_loss, outcome.final_loss
     steps = outcome.steps - first
     last_job = LastJob(first, steps, trainer.step_tokens, meter.seconds, world.size, *losses)
-    summary = summary_of(
-        job, outcome, of_run(last_job, earlier, validation_of(outcome)), parameters
-    )
+    figures = of_run(last_job, earlier, validation_of(outcome))
+    summary = summary_of(job, outcome, figures, parameters)
     summary |= {"wall_seconds": time.perf_counter() - began} | measured
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
     summary |= {"trace": trace} if trace else {}

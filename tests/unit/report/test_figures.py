@@ -67,12 +67,15 @@ def test_a_bar_is_as_wide_as_its_amount() -> None:
     assert bars.stacked_bar("a", "A", {"x": (0.0, "blue")}, "") is None
 
 
-def test_goodput_is_what_was_booked(run: Run) -> None:
+def test_goodput_is_the_time_that_the_ranks_had(run: Run) -> None:
     booked = build.booked(run)
-    assert booked == {"computing": 40.0, "communication": 20.0, "start": 10.0}
+    had = sum((job.ended - job.began) * len(job.ranks) for job in run.jobs)
+    assert sum(booked.values()) == pytest.approx(had)
+    computed = run_folders.COMPUTE + 0.1 / run_folders.RANKS  # one of them takes longer
+    assert booked["computing"] / booked["data"] == pytest.approx(computed / run_folders.DATA)
     figure = course.goodput(booked)
     assert figure
-    assert "70.0 s in all" in figure.caption
+    assert f"{had:.1f} s in all" in figure.caption
 
 
 # ----------------------------------------------------------------------------------- learning
