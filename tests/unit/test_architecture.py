@@ -85,24 +85,9 @@ ALLOWED = {
     "calibrate.replay": {"comm.trace", "parallel.pipeline.schedule", "planner"}
     | {"train.trace_file", "calibrate.run_trace"},
     "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "svg", "text", "spec"}
-    | {
-        "batch",
-        "calibrate",
-        "checkpoint",
-        "comm",
-        "data",
-        "doctor",
-        "huggingface",
-        "inference",
-        "model.attention_layouts",
-        "model.shapes",
-        "model.families",
-        "planner",
-        "report",
-        "runs",
-        "train",
-        "",
-    },
+    | {"batch", "calibrate", "checkpoint", "comm", "data", "doctor", "huggingface", "inference"}
+    | {"model.attention_layouts", "model.shapes", "model.families", "planner", "report", "runs"}
+    | {"train", ""},
 }
 PURE = (
     *(
