@@ -125,7 +125,7 @@ WITHOUT_TORCH = (
     *("commands.init", "runs"),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
-    *("commands.explain", "commands.show"),
+    *("commands.explain", "commands.show", "commands.blame"),
     *("commands.export_import", "commands.tokenizer", "huggingface"),
     *("commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
