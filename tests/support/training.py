@@ -101,7 +101,8 @@ class LearnableSource(SyntheticSource):
         return None
 
 
-def train(world: World, spec: Spec) -> Record:
+def train(world: World, spec: Spec, run: Path = Record.path) -> Record:
+    """Train on this rank's part; what ranks' clocks write lies in the folder `run`."""
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     divided = grid.shards_and_replicas(spec.zero.shard_ranks)
     group = world.group("data", grid.ranks(world.rank, "data"))
@@ -111,7 +112,7 @@ def train(world: World, spec: Spec) -> Record:
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     engine = way.engine
-    record = Record(ledger=world.ledger)
+    record = Record(ledger=world.ledger, path=run)
     update, first_gradients = engine.update.step, {}
 
     def keep_and_update(unit: Unit) -> None:
