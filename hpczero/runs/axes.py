@@ -50,7 +50,7 @@ class Course:
             return None
         where = self.of_axis[axis]
         end = int(np.searchsorted(where, x * (1 + _EXACT), "right"))
-        begin = int(np.searchsorted(where, (x - span) * (1 + _EXACT), "right"))
+        begin = int(np.searchsorted(where, x - span + x * _EXACT, "right"))
         return slice(min(begin, end - 1), end) if end else None
 
     def validation_loss(self, axis: str, x: float) -> float:
