@@ -8,8 +8,9 @@ A sweep has a run for each combination of
     seeds    values of `seed`
 
 A draw is a hash of the spec's seed, its number and the key: more runs, or more keys, leave the
-others as they are, but for draws that would repeat an earlier one. A run's name holds its own settings alone, so that it stays when the sweep
-grows. Reading the table is `sweep_table`'s part, checking the runs that of `load`.
+others as they are, but for draws that would repeat an earlier one. A run's name holds its own
+settings alone, so that it stays when the sweep grows. Reading the table is `sweep_table`'s part,
+checking the runs that of `load`.
 """
 
 import hashlib
