@@ -8,8 +8,9 @@ A sweep has a run for each combination of
     seeds    values of `seed`
 
 A draw is a hash of the spec's seed, its number and the key: more runs, or more keys, leave the
-others as they are. A run's name holds its own settings alone, so that it stays when the sweep
-grows. Reading the table is `sweep_table`'s part, checking the runs that of `load`.
+others as they are, but for draws that would repeat an earlier one. A run's name holds its own
+settings alone, so that it stays when the sweep grows. Reading the table is `sweep_table`'s part,
+checking the runs that of `load`.
 """
 
 import hashlib
@@ -214,10 +215,10 @@ def _short(key: str) -> str:
 
 
 def value_word(value: Any) -> str:
-    """Return a value as a word of a file's name; words of values that differ do."""
+    """Return a value as a word of a file's name; another value of the key has another one."""
     plain = _plain_word(value)
-    if isinstance(value, list | tuple) and value:
-        words = [_plain_word(item) for item in value]
+    if isinstance(value, list | tuple) and len(value) > 1:  # [3] is another value than 3
+        words = ["" if isinstance(item, str) else _plain_word(item) for item in value]
         joined = "_".join(words)
         plain = joined if all(words) and _PLAIN.fullmatch(joined) else ""
     if plain:
