@@ -11,7 +11,7 @@ from hpczero import __version__
 from hpczero.spec.load import load
 from tests.support.launch import CHECKOUT
 
-EXTRAS = {"text", "train", "mpi", "cuda", "ptx", "test", "dev"}
+EXTRAS = {"text", "train", "mpi", "cuda", "ptx", "test", "dev", "report"}
 PAGES = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (CHECKOUT / "docs").glob("*.md")
 )
