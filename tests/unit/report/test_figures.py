@@ -121,6 +121,19 @@ def test_ranks_that_are_alike_are_no_pattern() -> None:
     assert len([mark for mark in drawing.marks if isinstance(mark, Cells)]) == 1
 
 
+def test_a_cell_lies_at_its_row_and_its_columns() -> None:
+    values = np.zeros((2, 10))
+    values[1, 4:7] = 1.0
+    drawing = bars.heat("a", ["0", "1"], np.arange(10.0), values, "s", "step")
+    cells = {mark.fill: mark.places for mark in drawing.marks if isinstance(mark, Cells)}
+    assert len(cells["level0"]) == 3
+    first, last = min(cells["level0"])[0], max(x + width for x, _, width, _ in cells["level0"])
+    ((x, y, width, _),) = cells["level9"]
+    assert (x - first) / (last - first) == pytest.approx(0.4)
+    assert width / (last - first) == pytest.approx(0.3)
+    assert y == max(top for _, top, _, _ in cells["level0"])
+
+
 def test_many_ranks_are_grouped_by_the_largest() -> None:
     values = np.zeros((2, 1000))
     values[1, 777] = 5.0
