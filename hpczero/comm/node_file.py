@@ -1,4 +1,4 @@
-"""What the ranks of a node are doing, in a file: `<run>/watch/node-0000.json`.
+"""A file of what the ranks of a node are doing: `<run>/watch/node-0000.json`.
 
 A rank of the node writes it when they have done nothing new for long, when a rank fails, and when
 one is asked to (SIGUSR1). The other nodes read it to tell whom they wait for; `hpczero blame` reads

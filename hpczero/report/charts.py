@@ -159,7 +159,7 @@ def tick_words(value: float) -> str:
 
 
 class _Frame:
-    """Where a chart's axes lie, below its title and legend."""
+    """Places of a chart's axes, below its title and legend."""
 
     def __init__(self, axes: Axes, names: Sequence[str]) -> None:
         self._axes = axes

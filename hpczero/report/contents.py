@@ -61,7 +61,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Chapter:
-    """What is said of one run, or of several together. `facts`: name -> value, at its head."""
+    """Words on one run, or on several together. `facts`: name -> value, at its head."""
 
     title: str
     facts: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""What a run's time went into: every second of every rank that it had is booked once (pure).
+"""A run's time, by what it went into: every second of every rank is booked once (pure).
 
 The time of a job is from the start of its processes to its last sign of life. What a rank computed
 or waited for is the mean over ranks where `rank_times` has it, else rank 0's.

@@ -30,7 +30,7 @@ _MAY_NOT_DIFFER = {
 
 @dataclass(frozen=True)
 class Given:
-    """What the layers say: the sweep, the run that is wanted of it, and the mistakes."""
+    """The layers' words: the sweep, the run that is wanted of it, and the mistakes."""
 
     sweep: Sweep
     run: str | int | None = None  # name or number of one run, or "task"; None: all

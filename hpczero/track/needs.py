@@ -1,4 +1,4 @@
-"""What the trackers of a spec need: told on a login node, as a run goes on without."""
+"""Needs of a spec's trackers: told on a login node, as a run goes on without."""
 
 from importlib import util
 

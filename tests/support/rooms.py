@@ -1,4 +1,4 @@
-"""What each room may import, and which do without torch: held by `test_architecture`."""
+"""The rooms: their imports, and which do without torch; held by `test_architecture`."""
 
 # room -> what it may import of hpczero, besides itself; a longer name is more precise and wins for
 # that module alone

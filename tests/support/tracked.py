@@ -1,4 +1,4 @@
-"""What trackers are given of a run, and the readers that others have for what they write."""
+"""A run's lines for trackers, and the readers that others have for what they write."""
 
 import gzip
 import json

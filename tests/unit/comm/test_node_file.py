@@ -1,4 +1,4 @@
-"""What a node's ranks write of themselves is read again; what a stranger wrote is nothing."""
+"""Files of a node's ranks are read again; those that a stranger wrote are nothing."""
 
 import json
 import os

@@ -177,7 +177,7 @@ def test_neither_an_error_nor_a_dead_file_server_keeps_a_rank_from_its_end(
 
 
 def test_a_stack_file_that_is_not_there_is_no_stack(alone: Watch, tmp_path: Path) -> None:
-    """Of 10 ranks all are asked, not only the first ones."""
+    """All of 10 ranks are asked, not only the first ones."""
     state = alone._states_on_node()[0]
     gone = RankState(2**22 + 1, state.namespace, 5, 1, 0.0, None, "")
     alone._states_on_node = lambda whole=True: {**dict.fromkeys(range(9), gone), 9: state}  # type: ignore[method-assign]

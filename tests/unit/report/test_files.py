@@ -1,4 +1,4 @@
-"""What is written beside the page: pictures for slides, a lab book, a curve in a terminal."""
+"""Files beside the page: pictures for slides, a lab book, a curve in a terminal."""
 
 import re
 from pathlib import Path
