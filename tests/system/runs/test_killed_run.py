@@ -26,7 +26,7 @@ def test_the_time_of_a_killed_run_is_booked(tmp_path: Path) -> None:
         wait_for(lambda: steps_done(tmp_path) >= 3, job)
     first = steps_done(tmp_path)
     with started(command(2, *ENDLESS, *saves), tmp_path) as job:
-        wait_for(lambda: (run / "checkpoints" / "step-00000004").exists(), job)
+        wait_for(lambda: (run / "checkpoints/step-00000004/MANIFEST.json").exists(), job)
         wait_for(lambda: steps_done(tmp_path) >= 6, job)
     last = steps_done(tmp_path)
     done = train(tmp_path, 1, *saves, "--set", f"train.steps={last + 3}")

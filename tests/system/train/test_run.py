@@ -40,6 +40,7 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
         "spec.toml",
         "metrics.jsonl",
         "memory.jsonl",
+        "rank_times",
         "events.jsonl",
         "summary.json",
         "checkpoints",

@@ -146,7 +146,7 @@ def test_all_mistakes_at_once_each_with_its_line(write: Write) -> None:
         (
             "  spec.toml:14: [qqq]: unknown table; the tables are model, model.attention, data, "
             "train, optimizer, optimizer.outer, schedule, parallel, zero, memory, comm, "
-            "checkpoint, track, paths and batch"
+            "checkpoint, track, paths, batch and sweep"
         ),
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]
