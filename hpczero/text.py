@@ -82,6 +82,16 @@ def format_count(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
 def format_bytes(size: int) -> str:
     """Return a number of bytes with three significant digits, as in "4.57 GB"."""
     if size < 1000:

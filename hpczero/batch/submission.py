@@ -35,7 +35,7 @@ from hpczero.errors import HpczeroError
 
 _LONGEST = 16 << 20  # bytes of a file that are read
 _NUMBER = re.compile(r"\d{1,20}(_\d{1,10}|\[\d*\])?(\.[\w.-]{1,255})?")
-_FOLDER = re.compile(r"^\d{8}T\d{6}-[0-9a-f]{12}$")
+_FOLDER = re.compile(r"^\d{8}T\d{6}(\d{6})?-[0-9a-f]{12}$")  # older ones lack microseconds
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Submission:
     ) -> "Submission":
         now = datetime.now(UTC)
         token = secrets.token_hex(6)
-        path = run / "batch" / f"{now:%Y%m%dT%H%M%S}-{token}"
+        path = run / "batch" / f"{now:%Y%m%dT%H%M%S%f}-{token}"
         submitted = now.strftime("%Y-%m-%dT%H:%M:%SZ")
         return cls(path, token, scheduler, site, nodes, ranks, walltime, chain, submitted)
 

@@ -20,7 +20,15 @@ from hpczero.batch.submit_sweep import folder_of
 from hpczero.errors import HpczeroError, InputError
 from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load, load_sweep
-from hpczero.text import format_age, format_bytes, format_duration, join_words, printable, toml_repr
+from hpczero.text import (
+    format_age,
+    format_bytes,
+    format_duration,
+    format_table,
+    join_words,
+    printable,
+    toml_repr,
+)
 from hpczero.train.run_directory import path_of
 
 _COLUMNS = ["run", "state", "step", "loss", "tokens/s", "left", "saved"]
@@ -44,7 +52,7 @@ def status(options: Namespace) -> int:
             ]
             for progress in states
         ]
-        print_table([*_COLUMNS, "node-hours", "jobs"], rows)
+        print(format_table([*_COLUMNS, "node-hours", "jobs"], rows))
         if wanted.folder:
             print("\n".join(["", *sweep_runs.in_sum(states, wanted.folder, wanted.spec)]))
     else:
@@ -203,13 +211,6 @@ def _as_data(states: Sequence[Progress]) -> list[dict[str, object]]:
     return [asdict(progress) | {"run": str(progress.run)} for progress in states]
 
 
-def print_table(head: list[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in [head, *rows]:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
-
-
 def _row(progress: Progress, name: str, longest: int) -> list[str]:
     """Return the cells of `_COLUMNS`."""
     return [printable(name, longest), progress.state, *_figures(progress)]
@@ -330,7 +331,7 @@ def runs(options: Namespace) -> int:
     if options.json:
         print(json.dumps(_as_data(states), indent=2))
     elif states:
-        print_table(*_listed(states, top))
+        print(format_table(*_listed(states, top)))
     else:
         print(f"no run lies below {printable(str(folder))}")
     print_silent(silent)

@@ -5,12 +5,11 @@ from argparse import Namespace
 from typing import Any
 
 from hpczero.commands import check as of_spec
-from hpczero.commands.jobs import print_table
 from hpczero.data.supply import count_tokens
 from hpczero.errors import InputError
 from hpczero.spec.load import Loaded, LoadedSweep, load_sweep
 from hpczero.spec.rules import unavailable, without_effect
-from hpczero.text import first_few, format_count, printable, toml_repr
+from hpczero.text import first_few, format_count, format_table, printable, toml_repr
 
 
 def check(options: Namespace) -> int:
@@ -63,7 +62,7 @@ def _print(path: str, sweep: LoadedSweep, refusals: dict[str, list[str]], notes:
     for run, _ in sweep.runs:
         settings = ", ".join(f"{key} = {toml_repr(value)}" for key, value in run.differs.items())
         rows.append([str(run.number), run.name, settings, "no" if run.name in refused else "yes"])
-    print_table(["number", "name", "what differs", "valid"], rows)
+    print(format_table(["number", "name", "what differs", "valid"], rows))
     for note in notes:
         print(f"note: {note}")
 
