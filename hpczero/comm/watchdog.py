@@ -189,8 +189,9 @@ class Watch:
             self.record(f"rank {self._rank} was asked (SIGUSR1)")
         states = self._states_on_node(whole=False)
         for rank, state in states.items():
-            if state.resting < self._rested.get(rank, 0.0):
-                self._longest = max(self._longest, self._rested[rank])
+            before = self._rested.get(rank, 0.0)
+            if state.resting < before:
+                self._longest = max(self._longest, before)
             self._rested[rank] = state.resting
         least, most = _QUIET
         patience = min(self._seconds / 2, max(least, min(most, _LONGER * self._longest)))

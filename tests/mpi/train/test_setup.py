@@ -43,7 +43,12 @@ def test_a_rank_that_waits_sleeps_where_ranks_are_more_than_cores(
         slept.append(seconds)
         time.sleep(seconds)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter, sleep=sleep)
+    clock = SimpleNamespace(
+        monotonic=time.monotonic,
+        perf_counter=time.perf_counter,
+        thread_time=time.thread_time,
+        sleep=sleep,
+    )
     monkeypatch.setattr(progress, "time", clock)
     group = inner.group("data", range(world.size))
     for count in (1, 2):

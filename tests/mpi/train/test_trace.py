@@ -171,7 +171,7 @@ def test_nobody_ends_a_collective_before_all_have_begun_it(
         assert len(operations) == world.size, key
         if key[0] != "world":
             assert len({event.bytes for event in operations}) == 1, key
-        if world.size > 1:
+        if world.size > 1 and key[1] != "gather_objects":  # whoever has sent need not wait
             assert (
                 max(event.begin for event in operations)
                 <= min(event.end for event in operations) + tolerance

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, ranks: int, name: str, *more: str, code: int = 0) -> str:
     words = [*mpirun(ranks), *hpczero("run", "spec.toml", "--set", f"name={name}", *more)]
     ended = launch(words, LONG, folder)
-    assert ended.code == code, ended
+    assert ended.code == code, ended.out + ended.err
     return ended.out + ended.err
 
 

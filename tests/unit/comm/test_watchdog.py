@@ -73,6 +73,13 @@ class Quiet(Watch):
         return node_file.read(path).reason
 
 
+def test_a_slot_that_changes_while_it_is_read_rests_for_less_than_nothing(tmp_path: Path) -> None:
+    watch = Quiet(tmp_path)
+    watch.states = {1: RankState(1, 1, 1, 3, -0.001, None, "")}
+    watch._publish()
+    assert not list(tmp_path.iterdir())
+
+
 def test_ranks_that_never_rested_are_quiet_after_a_short_time(tmp_path: Path) -> None:
     watch = Quiet(tmp_path)
     assert watch.look(19, 0) == ""
