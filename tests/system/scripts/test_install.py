@@ -67,6 +67,13 @@ def succeed(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout
 
 
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what a copy of the checkout does without; its folder `runs` is no package's."""
+    patterns = ".*", "build", "dist", "*.egg-info", "__pycache__", "tests"
+    own_runs = {"runs"} if Path(folder) == CHECKOUT else set()
+    return shutil.ignore_patterns(*patterns)(folder, names) | (own_runs & set(names))
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout, so that building leaves nothing behind in the true one."""
@@ -74,9 +81,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(
         CHECKOUT,
         copy,
-        ignore=shutil.ignore_patterns(
-            ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "tests"
-        ),
+        ignore=_left_out,
     )
     return copy
 
