@@ -14,11 +14,10 @@ from hpczero.errors import InputError
 from hpczero.runs.axes import AXES
 from hpczero.runs.compared import TRAINING, VALIDATION, Compared, Spread, Table, compare
 from hpczero.runs.compared_data import as_csv, as_json
-from hpczero.runs.groups import Group, in_words
+from hpczero.runs.compared_words import Rows, best_in_words, differing, last_figures, name_of
 from hpczero.runs.record import read_run
 from hpczero.text import (
     first_few,
-    format_bytes,
     format_count,
     format_duration,
     format_number,
@@ -27,25 +26,13 @@ from hpczero.text import (
 
 _POINTS = 8  # of a table
 _MOST = 200_000  # points of a curve
-_LARGE = 1e6  # a loss above it is printed with four digits
 _LONG = 600.0  # seconds: longer ones are printed as h:mm:ss
-_NAME = 32  # characters of a name in a table
-_VALUE = 24
 _WORDS_OF_AXIS = {
     "steps": "steps",
     "tokens": "tokens",
     "seconds": "seconds of steps",
     "clock": "seconds by the clock, with evaluations, saves and lost steps",
 }
-# Where the interval of a margin comes from (hpczero/runs/margins.py).
-_NOISE = {
-    "paired seeds": "from the differences seed by seed",
-    "seeds": "from the spread of the seeds (Welch)",
-    "seeds of one": "if the seeds of both are spread as those of the one that has several",
-    "evaluations": "from the standard errors of the two evaluations",
-}
-
-Rows = list[list[str]]
 
 
 def compare_(options: Namespace) -> int:
@@ -124,21 +111,17 @@ def _in_words(compared: Compared, tables: Iterable[Table], all_kinds: bool) -> I
     if any(group.spread for group in compared.groups):
         error = f"standard deviation of seeds, of a single run {error}"
     yield f"figures at their ends (±: {error})"
-    yield from _print(*_figures(compared))
+    yield from _print(*last_figures(compared))
     has_curve = any(len(course.evaluated) > 1 for course in compared.courses)
     kinds = [VALIDATION] if has_curve else [TRAINING]
     for table in tables:
         yield from _losses(compared, table, [TRAINING, VALIDATION] if all_kinds else kinds)
-    yield from _best(compared)
+    yield ""
+    yield from best_in_words(compared)
 
 
 def _what_differs(compared: Compared) -> Iterator[str]:
-    head = ["run", *(["seed"] if _shows_seeds(compared) else [])]
-    rows = [[_name(group), group.seeds_in_words or "?"][: len(head)] for group in compared.groups]
-    for difference in compared.differences:
-        head.append(difference.key)
-        for row, values in zip(rows, difference.values, strict=True):
-            row.append(printable(in_words(values), _VALUE))
+    head, rows = differing(compared)
     site = [difference.key for difference in compared.differences if difference.is_site]
     if len(head) == 1:
         yield "their specs say the same"
@@ -148,48 +131,6 @@ def _what_differs(compared: Compared) -> Iterator[str]:
     if site:
         yield f"({first_few(site)}: only where or how they ran)"
     yield ""
-
-
-def _shows_seeds(compared: Compared) -> bool:
-    return len({group.seeds for group in compared.groups}) > 1 or any(
-        group.spread for group in compared.groups
-    )
-
-
-def _figures(compared: Compared) -> tuple[list[str], Rows]:
-    head = ["run", "state", "validation", "range", "best", "training", "step", "tokens"]
-    head += ["tokens/s", "time", "ranks", "memory"]
-    return head, [_figures_of(compared, group) for group in compared.groups]
-
-
-def _figures_of(compared: Compared, group: Group) -> list[str]:
-    """Return the cells of a group's last figures; of sizes the largest."""
-    of_runs = [compared.figures[at] for at in group.members]
-    validation = compared.spread(group, "validation_loss")
-    error = validation.deviation if group.spread else of_runs[0].standard_error
-    best = compared.spread(group, "best_validation_loss")
-    at = {one.best_validation_step for one in of_runs}
-    where = f" @{at.pop():,.0f}" if len(at) == 1 and isfinite(best.mean) else ""
-    most = {
-        name: max((value for one in of_runs if isfinite(value := getattr(one, name))), default=None)
-        for name in ("step", "tokens", "seconds", "ranks", "held")
-    }
-    held, seconds = most["held"], most["seconds"]
-    step = most["step"]
-    return [
-        _name(group),
-        ", ".join(dict.fromkeys(compared.states[at] for at in group.members)),
-        _loss(validation.mean) + (f" ± {error:.4f}" if isfinite(error) else ""),
-        f"{_loss(validation.low)}–{_loss(validation.high)}" if group.spread else "",
-        _loss(best.mean) + where,
-        _loss(compared.spread(group, "training_loss").mean),
-        "?" if step is None else f"{step:,.0f}",
-        format_number(most["tokens"]),
-        format_number(_or_none(compared.spread(group, "tokens_per_second").mean)),
-        "?" if seconds is None else format_duration(seconds),
-        "?" if most["ranks"] is None else f"{most['ranks']:,.0f}",
-        "?" if held is None or not 0 <= held < 1e18 else format_bytes(int(held)),
-    ]
 
 
 def _losses(compared: Compared, table: Table, kinds: Sequence[str]) -> Iterator[str]:
@@ -203,7 +144,7 @@ def _losses(compared: Compared, table: Table, kinds: Sequence[str]) -> Iterator[
         yield f"\n{kind} over {axis} ({how})"
         of_groups = table.validation if kind == VALIDATION else table.training
         rows = [
-            [_name(group), *map(_cell, row)]
+            [name_of(group), *map(_cell, row)]
             for group, row in zip(compared.groups, of_groups, strict=True)
         ]
         yield from _print(["run", *(_place(table, point) for point in table.points)], rows)
@@ -228,53 +169,6 @@ def _cell(spread: Spread) -> str:
     return f"{spread.mean:.3f}" + (
         f" ± {spread.deviation:.3f}" if isfinite(spread.deviation) else ""
     )
-
-
-def _best(compared: Compared) -> Iterator[str]:
-    best = compared.best
-    yield ""
-    if best is None:
-        yield "best: cannot be told; at least two must have comparable losses"
-        return
-    group, other = compared.groups[best.group], compared.groups[best.next]
-    margin = best.margin
-    yield f"best: {_name(group)}, by {_loss(margin.margin)} of {best.by} over {_name(other)}"
-    verdict = {
-        True: "more than the noise",
-        False: "not shown to be more than the noise",
-        None: "whether that is more than the noise cannot be told",
-    }[margin.is_more_than_noise]
-    if margin.is_more_than_noise is None:
-        lacking = (
-            "the evaluations have no standard errors"
-            if best.by == VALIDATION
-            else "they are of one step"
-        )
-        yield f"      {verdict}: {lacking}"
-    else:
-        low, high = margin.margin - margin.half, margin.margin + margin.half
-        yield f"      {verdict}: its 95 % interval is {low:.4f} to {high:.4f},"
-        yield f"      {_NOISE[margin.source]}"
-    if margin.source == "evaluations":
-        yield from _of_one_seed(best.same_windows)
-
-
-def _of_one_seed(same_windows: bool) -> Iterator[str]:
-    if same_windows:
-        yield "      (both read the same windows of the text: the interval is too wide)"
-    yield "      what other seeds would change cannot be told: run both with the same two or more"
-
-
-def _name(group: Group) -> str:
-    return printable(group.name, _NAME)
-
-
-def _or_none(figure: float) -> float | None:
-    return figure if isfinite(figure) else None
-
-
-def _loss(loss: float) -> str:
-    return format(loss, ".4f" if abs(loss) < _LARGE else ".4g") if isfinite(loss) else "?"
 
 
 def _print(head: list[str], rows: Rows) -> Iterator[str]:

@@ -34,7 +34,7 @@ def report_of(runs: Sequence[Run]) -> Report:
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     chapters = [chapter_of(run, points) for run in runs[:_MOST_CHAPTERS]]
     if len(runs) > 1:
-        chapters.insert(0, overlay.chapter(runs))
+        chapters.insert(0, overlay.chapter(runs, list(map(state_of, runs))))
     return Report(printable(title), chapters, f"Written by hpczero {env.VERSION}.")
 
 
@@ -85,12 +85,15 @@ def _layout(run: Run) -> Section:
     return layout.section(found.grid, found.hosts, run.summary)
 
 
+def state_of(run: Run) -> str:
+    last = run.jobs[-1].state if run.jobs else ""
+    return printable(str(run.summary.get("state") or last or "no summary: runs, or died"), 60)
+
+
 def facts(run: Run) -> Iterator[tuple[str, str]]:
     """Yield what stands at the head of a chapter."""
     summary = run.summary
-    last = run.jobs[-1] if run.jobs else None
-    state = str(summary.get("state") or (last.state if last else "") or "no summary: runs, or died")
-    yield "state", printable(state, 60)
+    yield "state", state_of(run)
     wanted = run.settings.get("train.steps")
     yield "steps", f"{run.steps:,}" + (f" of {wanted:,}" if wanted else "")
     for name, key in (("loss", "final_loss"), ("validation loss", "validation_loss")):

@@ -1,8 +1,11 @@
-"""Several runs together: their curves over each other, what differs, final figures (pure)."""
+"""Several runs together: which one learned best, what differs, their curves (pure).
 
-from collections.abc import Callable, Iterator, Sequence
+The words and figures are those of `hpczero compare`. Runs that differ by their seed alone are one
+line, with a band from the lowest to the highest of them.
+"""
+
+from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any
 
 import numpy as np
 
@@ -10,118 +13,85 @@ from hpczero.report.charts import Axes, Series, series
 from hpczero.report.contents import Block, Chapter, Figure, Section, Table, Text
 from hpczero.report.learning import chart
 from hpczero.report.marks import DASHES, SERIES, colour_of, dashes_of
-from hpczero.runs.columns import Numbers, number
+from hpczero.runs.axes import Course
+from hpczero.runs.compared import TRAINING, VALIDATION, Compared, compare
+from hpczero.runs.compared_words import best_in_words, differing, last_figures, name_of
+from hpczero.runs.curves import Curve
 from hpczero.runs.record import Run
-from hpczero.text import format_loss, format_number, printable, toml_repr
 
-MOST = len(SERIES) * len(DASHES)  # runs that colours and dashes tell apart
+MOST = len(SERIES) * len(DASHES)  # groups that colours and dashes tell apart
 _POINTS = 200
-_ALWAYS_DIFFER = ("name", "output")
-_LONGEST = 60
+_POINTS_OF_SEEDS = 60
+_AXES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds of steps"}
 
 
-def chapter(runs: Sequence[Run]) -> Chapter:
-    names = labels(runs)
-    blocks: list[Block] = []
-    if len(runs) > MOST:
-        blocks.append(Text(f"Curves of the first {MOST} of {len(runs)} runs.", warns=True))
-    blocks += [one for one in _figures(runs[:MOST], names[:MOST]) if one]
-    return Chapter(
-        "All together",
-        {"runs": str(len(runs))},
-        [Section("Which one learned best?", [_final(runs), *blocks])],
-    )
+def chapter(runs: Sequence[Run], states: Sequence[str]) -> Chapter:
+    compared = compare(runs, states)
+    blocks: list[Block] = [Text(" ".join(map(str.strip, best_in_words(compared))))]
+    blocks += [Text(words, warns=True) for words in compared.warnings]
+    head, rows = differing(compared)
+    if len(head) > 1:
+        blocks.append(Table(f"What differs, by {compared.by}, the best first", head, rows))
+    blocks.append(Table("Figures at their ends", *_without_empty(*last_figures(compared))))
+    if len(compared.groups) > MOST:
+        many = len(compared.groups)
+        blocks.append(Text(f"Curves of the best {MOST} of {many} groups.", warns=True))
+    blocks += [one for one in _figures(compared) if one]
+    facts = {"runs": str(len(runs)), "groups": str(len(compared.groups))}
+    return Chapter("All together", facts, [Section("Which one learned best?", blocks)])
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
-    """Return the settings that are not the same in all runs."""
-    known = [run.settings for run in runs if run.settings]
-    return [
-        key
-        for key in (known[0] if known else ())
-        if key not in _ALWAYS_DIFFER and any(one[key] != known[0][key] for one in known)
+def _without_empty(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    used = [at for at in range(len(head)) if any(row[at] for row in rows)]
+    return [head[at] for at in used], [[row[at] for at in used] for row in rows]
+
+
+def _figures(compared: Compared) -> Iterator[Figure | None]:
+    groups = compared.groups[:MOST]
+    points = max(60, _POINTS * 6 // max(6, len(groups)))
+    for axis, words in _AXES.items():
+        for kind in (TRAINING, VALIDATION):
+            every = [_line(compared, number, axis, kind, points) for number, _ in enumerate(groups)]
+            title = f"{kind.capitalize()} over {words}"
+            yield chart(f"{kind.split()[0]}-{axis}", Axes(title, words, "nats per token"), every)
+    axes = Axes("Throughput", "steps", "tokens/s", from_zero=True)
+    firsts = [compared.runs[group.members[0]].metrics for group in groups]
+    every = [
+        series(name_of(group), of["step"], of["tokens_per_second"], points, *_look(number))
+        for number, (group, of) in enumerate(zip(groups, firsts, strict=True))
     ]
+    several = any(group.spread for group in groups)
+    yield chart("throughput", axes, every, "Of several seeds the first." if several else "")
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run that says what differs; its own name where that does not tell."""
-    keys = differing(runs)
-    said = [
-        ", ".join(f"{_short(key)} {_value(run.settings[key])}" for key in keys)
-        if run.settings and keys
-        else run.name
-        for run in runs
-    ]
-    return [
-        printable(one if said.count(one) == 1 and len(one) <= _LONGEST else run.name, _LONGEST)
-        for one, run in zip(said, runs, strict=True)
-    ]
+def _look(number: int) -> tuple[str, str]:
+    return colour_of(number), dashes_of(number)
 
 
-def _short(key: str) -> str:
-    """Return the last word of a key; "optimizer" for "optimizer.name"."""
-    table, _, leaf = key.rpartition(".")
-    return table if leaf == "name" else leaf
+def _line(compared: Compared, number: int, axis: str, kind: str, points: int) -> Series:
+    """Return the losses of a group; of several seeds as far as all of them have come."""
+    group = compared.groups[number]
+    courses = [compared.courses[at] for at in group.members]
+    if group.spread:
+        return Series(name_of(group), _of_seeds(courses, axis, kind), *_look(number))
+    (course,) = courses
+    losses = course.loss if kind == TRAINING else course.validation
+    return series(name_of(group), course.of_axis[axis], losses, points, *_look(number))
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) and value else toml_repr(value)
+def _of_seeds(courses: Sequence[Course], axis: str, kind: str) -> Curve:
+    ends = [course.end(axis) for course in courses]
+    end = min(ends) if all(isfinite(end) and end > 0 for end in ends) else 0.0
+    span = end / _POINTS_OF_SEEDS
+    places = np.arange(1, _POINTS_OF_SEEDS + 1) * span if end else np.empty(0)
+    losses = np.array([_losses(courses, axis, kind, x, span) for x in places])
+    losses = losses.reshape(len(places), len(courses))
+    known = np.isfinite(losses).all(axis=1)
+    of_known = losses[known]
+    return Curve(places[known], of_known.min(axis=1), of_known.mean(axis=1), of_known.max(axis=1))
 
 
-def _figures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Figure | None]:
-    points = max(60, _POINTS * 6 // max(6, len(runs)))
-
-    def every(x: Callable[[Run], Numbers], column: str) -> list[Series]:
-        return [
-            series(name, x(run), run.metrics[column], points, colour_of(at), dashes_of(at))
-            for at, (run, name) in enumerate(zip(runs, names, strict=True))
-        ]
-
-    def steps(run: Run) -> Numbers:
-        return run.metrics["step"]
-
-    axes = Axes("Training loss", "step", "nats per token")
-    yield chart("loss", axes, every(steps, "loss"))
-    axes = Axes("Validation loss", "step", "nats per token")
-    yield chart("validation", axes, every(steps, "validation_loss"))
-    if len({tuple(tokens(run)[:1]) for run in runs}) > 1:
-        axes = Axes("Training loss over tokens", "tokens", "nats per token")
-        yield chart("loss-over-tokens", axes, every(tokens, "loss"))
-    axes = Axes("Training loss over time in steps", "seconds", "nats per token")
-    yield chart("loss-over-time", axes, every(seconds, "loss"))
-    axes = Axes("Throughput", "step", "tokens/s", from_zero=True)
-    yield chart("throughput", axes, every(steps, "tokens_per_second"))
-
-
-def tokens(run: Run) -> Numbers:
-    """Return how many tokens a run had seen after each step whose line is there."""
-    return np.cumsum(np.nan_to_num(run.metrics["tokens"]))
-
-
-def seconds(run: Run) -> Numbers:
-    return np.cumsum(np.nan_to_num(run.metrics["step_seconds"]))
-
-
-def _final(runs: Sequence[Run]) -> Table:
-    """Return the final figures, the run with the lowest validation loss first."""
-    keys = differing(runs)
-    rows = []
-    for run in runs:
-        summary = run.summary
-        settings = [toml_repr(run.settings[key]) if key in run.settings else "?" for key in keys]
-        losses = [number(summary.get(key)) for key in ("final_loss", "validation_loss")]
-        rate = number(summary.get("tokens_per_second"))
-        state = printable(str(summary.get("state", "no summary")), 40)
-        cells = [
-            printable(run.name, 80),
-            *settings,
-            state,
-            f"{run.steps:,}",
-            *(format_loss(one) if isfinite(one) else "-" for one in losses),
-            format_number(rate) if isfinite(rate) else "-",
-        ]
-        order = losses[1] if isfinite(losses[1]) else float("inf")
-        rows.append((order, cells))
-    rows.sort(key=lambda row: row[0])
-    head = ["run", *keys, "state", "steps", "loss", "validation loss", "tokens/s"]
-    return Table("Final figures, the lowest validation loss first", head, [row for _, row in rows])
+def _losses(courses: Sequence[Course], axis: str, kind: str, x: float, span: float) -> list[float]:
+    if kind == TRAINING:
+        return [course.training_loss(axis, x, span) for course in courses]
+    return [course.validation_loss(axis, x) for course in courses]

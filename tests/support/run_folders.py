@@ -13,6 +13,7 @@ from tests.support.traced_steps import Known, traced
 
 SPEC = """
 name = "{name}"
+seed = {seed}
 [train]
 steps = {steps}
 global_batch = 16
@@ -37,12 +38,17 @@ def moment(seconds: float) -> str:
 
 
 def made(
-    folder: Path, name: str = "made", steps: int = 40, jobs: Sequence[int] = (0,), lr: float = 1e-3
+    folder: Path,
+    name: str = "made",
+    steps: int = 40,
+    jobs: Sequence[int] = (0,),
+    lr: float = 1e-3,
+    seed: int = 0,
 ) -> Path:
     """Make a run of two stages of two ranks; each of the `jobs` begins after so many steps."""
     run = folder / name
     run.mkdir(parents=True)
-    (run / "spec.toml").write_text(SPEC.format(name=name, steps=steps, lr=lr))
+    (run / "spec.toml").write_text(SPEC.format(name=name, steps=steps, lr=lr, seed=seed))
     metrics = [_metrics(step, lr) for step in range(1, steps + 1)]
     write_lines(run / "metrics.jsonl", metrics)
     write_lines(run / "events.jsonl", _events(steps, jobs))
@@ -57,7 +63,7 @@ def stopped_at_once(folder: Path, name: str = "stopped") -> Path:
     """Make a run that was stopped before it did a step."""
     run = folder / name
     run.mkdir(parents=True)
-    (run / "spec.toml").write_text(SPEC.format(name=name, steps=40, lr=1e-3))
+    (run / "spec.toml").write_text(SPEC.format(name=name, steps=40, lr=1e-3, seed=0))
     (run / "metrics.jsonl").touch()
     stop = {"time": moment(3), "event": "stop", "state": "stopped", "step": 0, "reason": "SIGTERM"}
     write_lines(run / "events.jsonl", [_start(0.0), stop])

@@ -1,6 +1,7 @@
 """Each figure shows what its run did: held against computations of its own."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from hpczero.report import (
     speed,
     traces,
 )
-from hpczero.report.marks import Cells, Drawing, Rectangle
+from hpczero.report.contents import Text
+from hpczero.report.marks import Area, Cells, Drawing, Rectangle, Words
 from hpczero.runs import rank_times
 from hpczero.runs.record import Run, read_run
 from hpczero.spec.schema import Parallel
@@ -318,11 +320,38 @@ def test_steps_that_were_done_again_are_counted(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- several runs
 
 
-def test_labels_say_what_differs(tmp_path: Path) -> None:
-    runs = [
-        read_run(run_folders.made(tmp_path, name, lr=lr)) for name, lr in (("a", 1e-3), ("b", 2e-3))
+def test_runs_of_several_seeds_are_a_line_with_a_band(tmp_path: Path) -> None:
+    """Three seeds of one setting, and one run of another; losses as they were made."""
+    folders = [
+        run_folders.made(tmp_path, name, lr=lr, seed=seed)
+        for name, lr, seed in (("a-1", 1e-3, 1), ("a-2", 1e-3, 2), ("b", 2e-3, 1))
     ]
-    assert overlay.labels(runs) == ["lr 0.001", "lr 0.002"]
-    assert overlay.labels([runs[0], runs[0]]) == ["a", "a"]
-    assert overlay.tokens(runs[0])[-1] == 1024 * 40
-    assert overlay.seconds(runs[0])[-1] == pytest.approx(40 * STEP)
+    shift_losses(folders[1], 0.5)
+    chapter = overlay.chapter(list(map(read_run, folders)), ["finished"] * 3)
+    figure = next(one for one in chapter.figures if one.name == "training-steps")
+    names = [one.text for one in figure.drawing.marks if isinstance(one, Words)]
+    assert {"a", "b"} <= set(names)
+    (band,) = (one for one in figure.drawing.marks if isinstance(one, Area))
+    ends = sorted(band.points)[-2:]
+    assert ends[0][0] == ends[1][0]
+    scale = y_scale(figure.drawing)
+    assert abs(ends[0][1] - ends[1][1]) == pytest.approx(0.5 * scale, rel=0.01)
+    words = " ".join(one.words for one in chapter.sections[0].blocks if isinstance(one, Text))
+    assert words.startswith("best: b, by ")
+
+
+def shift_losses(run: Path, by: float) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["loss"] += by
+        if "validation_loss" in line:
+            line["validation_loss"] += by
+    run_folders.write_lines(run / "metrics.jsonl", lines)
+
+
+def y_scale(drawing: Drawing) -> float:
+    """Return how far apart two values are that differ by one, from the written ticks."""
+    left = [one for one in drawing.marks if isinstance(one, Words) and one.anchor == "end"]
+    ticks = [(float(one.text), one.y) for one in left if re.fullmatch(r"[\d.]+", one.text)]
+    (low, y_low), *_, (high, y_high) = ticks
+    return abs((y_high - y_low) / (high - low))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.report import build, page
-from hpczero.report.contents import Text
+from hpczero.report.contents import Table, Text
 from hpczero.runs.record import Run, read_run
 from tests.support import run_folders
 from tests.support.pages import Page, taken_apart
@@ -87,12 +87,15 @@ def test_six_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     is_sound(found)
     assert len(text) < 3_000_000
     together = build.report_of(runs).chapters[0]
-    loss = next(figure for figure in together.figures if figure.name == "loss")
-    for lr in rates:
-        assert f"lr {lr}: from" in loss.drawing.description
-    table = together.sections[0].blocks[0]
-    assert [row[0] for row in table.rows] == [f"run{at}" for at in (5, 4, 3, 2, 1, 0)]
-    assert table.head[1] == "optimizer.lr"
+    loss = next(figure for figure in together.figures if figure.name == "training-steps")
+    for run in runs:
+        assert f"{run.name}: from" in loss.drawing.description
+    differs, figures = (one for one in together.sections[0].blocks if isinstance(one, Table))
+    for table in (differs, figures):
+        assert [row[0] for row in table.rows] == [f"run{at}" for at in (5, 4, 3, 2, 1, 0)]
+    assert [row[differs.head.index("optimizer.lr")] for row in differs.rows] == [
+        str(rate) for rate in reversed(rates)
+    ]
 
 
 def test_a_run_that_stopped_at_step_0(tmp_path: Path) -> None:
