@@ -233,6 +233,21 @@ def processor(root: Path = ROOT) -> str:
     return named[1] if named else f"a processor ({os.uname().machine})"
 
 
+# the kernel's names of processors' features, on x86 and Arm
+_PRODUCTS = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+
+def multiplies(precision: str, root: Path = ROOT) -> bool:
+    """Return False if the processor is known to have no products of these numbers."""
+    info = _text(root / "proc/cpuinfo")
+    found = re.search(r"^(?:flags|Features)\s*:\s*(\S.*)$", info, re.MULTILINE)
+    wanted = _PRODUCTS.get(precision)
+    return not found or not wanted or not wanted.isdisjoint(found[1].split())
+
+
 def waited_for_core(root: Path = ROOT) -> float:
     """Return the seconds that this thread could have run and had no core; 0 if unknown (Linux)."""
     counts = _text(root / "proc/thread-self/schedstat").split()

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from hpczero import machine
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.planner.allocation import Allocation
@@ -12,9 +13,7 @@ from hpczero.spec import site_profile
 from hpczero.text import format_span
 from hpczero.train import preflight, setup
 from hpczero.train.batches import Batches
-from hpczero.train.summary import (
-    mixed_kernels,
-)
+from hpczero.train.summary import mixed_kernels
 from hpczero.train.tracing import NAME
 from hpczero.train.trainer import Outcome, Reporter
 from hpczero.train.training_job import TrainingJob
@@ -41,6 +40,10 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
             what = f"{memory} was checked without its activations, which are not known"
         else:
             what = f"{memory} was not checked: what the stages need is not known"
+        reporter.event("WARN", what=what)
+    precision = job.spec.train.precision
+    if world.device.kind == "cpu" and not machine.multiplies(precision):
+        what = f"this processor has no {precision} products: fp32 (train.precision) is much faster"
         reporter.event("WARN", what=what)
     for what in (*left_out(job.spec, job.grid), *site_profile.unusable()):
         reporter.event("WARN", what=what)

@@ -314,3 +314,18 @@ def test_maps_are_read_by_device_and_inode() -> None:
         (os.makedev(0, 0x17), 42),
         (os.makedev(0x103, 0x0A), 4711),
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "bf16", "fp16"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16 amx_tile", True, False),
+        ("flags\t\t: fpu avx2 avx512f", False, False),
+        ("Features\t: fp asimd asimdhp", False, True),
+        ("model name\t: of an unknown kind", True, True),
+    ],
+)
+def test_products_that_a_processor_has(tmp_path: Path, line: str, bf16: bool, fp16: bool) -> None:
+    root = lay_out(tmp_path, {"proc/cpuinfo": f"processor\t: 0\n{line}\n"})
+    found = [machine.multiplies(precision, root) for precision in ("bf16", "fp16", "fp32")]
+    assert found == [bf16, fp16, True]

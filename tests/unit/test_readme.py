@@ -18,6 +18,16 @@ def test_every_page_is_linked_under_read_on() -> None:
     assert set(re.findall(r"\]\((docs/[^)]*)\)", README.partition("## Read on")[2])) == pages
 
 
+def test_the_picture_is_of_the_run_that_is_shown() -> None:
+    picture = (CHECKOUT / "docs" / "quickstart.svg").read_text()
+    (loss,) = re.findall(r"^loss: +([\d.]+) at the first step, ([\d.]+)", README, re.MULTILINE)
+    (validation,) = re.findall(r"^validation: ([\d.]+)", README, re.MULTILINE)
+    (steps,) = re.findall(r"tokens in (\d+) steps", README)
+    first, last, validated = (f"{float(one):.2f}" for one in (*loss, validation))
+    assert f"training: from {first} at 1 to {last} at {steps};" in picture
+    assert f"to {validated} at {steps};" in picture
+
+
 def test_the_exit_codes_are_these() -> None:
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)]
     assert codes == [0, HpczeroError.exit_code, InputError.exit_code, Stopped.exit_code]
