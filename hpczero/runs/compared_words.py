@@ -84,7 +84,7 @@ def best_in_words(compared: Compared) -> Iterator[str]:
         return
     group, other = compared.groups[best.group], compared.groups[best.next]
     margin = best.margin
-    yield f"best: {name_of(group)}, by {_loss(margin.margin)} of {best.by} over {name_of(other)}"
+    yield f"best: {name_of(group)}, by {_loss(margin.margin)} of {best.by} over {name_of(other)}:"
     verdict = {
         True: "more than the noise",
         False: "not shown to be more than the noise",

@@ -29,6 +29,13 @@ pytestmark = [
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m"
 GRID = "[parallel]\ntensor = 2\npipeline = 2\n"
+SWEEP = """
+[sweep]
+seeds = 2
+[sweep.grid]
+"optimizer.lr" = [1e-3, 1e-2, 1e-1]
+"""
+SWEPT = [f"lr{rate}-seed{seed}" for rate in ("0.001", "0.01", "0.1") for seed in (1, 2)]
 WIDTHS = (1280, 390)
 MARKS = """[...document.querySelectorAll("svg")].map(drawing =>
     [...drawing.querySelectorAll("rect,path,polyline,polygon,circle")].filter(mark => {
@@ -121,12 +128,27 @@ def test_a_run_with_two_restarts(tmp_path: Path, chromium: Browser, axe: str) ->
 
 
 def test_a_sweep_of_six(tmp_path: Path, chromium: Browser, axe: str) -> None:
-    runs = [run_folders.made(tmp_path, f"rate{number}", lr=number * 1e-3) for number in range(1, 7)]
-    looks_right(chromium, axe, reported(tmp_path, *runs), "sweep")
+    """Three rates with two seeds: three lines, each with a band."""
+    (tmp_path / "spec.toml").write_text(SPEC + SWEEP)
+    for name in SWEPT:
+        assert train(tmp_path, 0, "--set", f"sweep.run={name}").code == 0
+    page = reported(tmp_path, *sorted((tmp_path / "runs" / "tiny").iterdir()))
+    text = page.read_text()
+    assert "best: tiny-lr" in text
+    assert text.count("optimizer.lr") >= 3
+    looks_right(chromium, axe, page, "sweep")
 
 
 def test_a_run_that_stopped_at_step_0(tmp_path: Path, chromium: Browser, axe: str) -> None:
-    run = run_folders.stopped_at_once(tmp_path)
+    """It is ended as soon as it has said that it starts."""
+    (tmp_path / "spec.toml").write_text(SPEC)
+    run = tmp_path / "runs" / "tiny"
+    process = subprocess.Popen(command(0), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    events = run / "events.jsonl"
+    wait_for(lambda: events.exists() and bool(lines_of(events)), process, 120)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    assert not steps_done(tmp_path)
     looks_right(chromium, axe, reported(tmp_path, run), "stopped")
 
 

@@ -58,7 +58,7 @@ def test_a_folder_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses[0][0] == "a"
     assert [one for one in losses[0][1:] if one != "±"][-2:] == ["2.125", "0.141"]
     assert "loss over steps" not in said
-    assert "best: a, by 0.5050 of validation loss over b\n" in said
+    assert "best: a, by 0.5050 of validation loss over b:\n" in said
     assert "more than the noise: its 95 % interval is 0.4415 to 0.5685" in said
 
 
