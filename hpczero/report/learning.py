@@ -8,7 +8,7 @@ from hpczero.report.charts import Axes, Series, lines, series
 from hpczero.report.contents import Figure, Section, Text, points_of
 from hpczero.report.marks import colour_of, dashes_of
 from hpczero.runs.record import Run
-from hpczero.text import format_count, format_number, join_words
+from hpczero.text import format_count, format_number
 
 POINTS = 300  # of a line
 _SOURCES = "validation_losses"
@@ -46,14 +46,14 @@ def chart(name: str, axes: Axes, every: Sequence[Series], more: str = "") -> Fig
     drawing = lines(axes, every)
     if drawing is None:
         return None
-    ends = [f"{one.name} ends at {axes.words(one.last)}" for one in every[:4] if len(one.curve)]
-    words = [join_words(ends) + "."] if ends else []
+    ends = [f"{one.name} {axes.words(one.last)}" for one in every[:4] if len(one.curve)]
+    words = [f"At the end: {', '.join(ends)}."] if ends else []
     if any(one.curve.is_reduced for one in every):
         words.append("Bands reach from the lowest to the highest value, lines show means.")
     if axes.marked:
         words.append("Dashed uprights: restarts.")
     words.append(more)
-    caption = " ".join(word[:1].upper() + word[1:] for word in words if word)
+    caption = " ".join(word for word in words if word)
     return Figure(name, drawing, caption, points_of(every, axes.x))
 
 

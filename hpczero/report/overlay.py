@@ -21,7 +21,7 @@ from hpczero.runs.record import Run
 
 MOST = len(SERIES) * len(DASHES)  # groups that colours and dashes tell apart
 _POINTS = 200
-_POINTS_OF_SEEDS = 60
+_MOST_OF_SEEDS = 60  # points of their line; each is a mean of the steps since the last one
 _AXES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds of steps"}
 
 
@@ -82,8 +82,9 @@ def _line(compared: Compared, number: int, axis: str, kind: str, points: int) ->
 def _of_seeds(courses: Sequence[Course], axis: str, kind: str) -> Curve:
     ends = [course.end(axis) for course in courses]
     end = min(ends) if all(isfinite(end) and end > 0 for end in ends) else 0.0
-    span = end / _POINTS_OF_SEEDS
-    places = np.arange(1, _POINTS_OF_SEEDS + 1) * span if end else np.empty(0)
+    points = min(_MOST_OF_SEEDS, *(len(course.loss) for course in courses)) if end else 0
+    span = end / max(1, points)
+    places = np.arange(1, points + 1) * span
     losses = np.array([_losses(courses, axis, kind, x, span) for x in places])
     losses = losses.reshape(len(places), len(courses))
     known = np.isfinite(losses).all(axis=1)

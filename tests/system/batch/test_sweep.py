@@ -17,7 +17,7 @@ ENTRIES = "\n".join(f'[[sweep.list]]\n"optimizer.lr" = {rate}' for rate in RATES
 SWEEP = """
 name = "lr"
 model = {{ layers = 1, hidden = 16, heads = 2, seq_len = 16, vocab = 256 }}
-train = {{ steps = 2, global_batch = 2, micro_batch = 2, eval_batches = 0 }}
+train = {{ steps = 2, global_batch = 2, micro_batch = 2, eval_batches = 2 }}
 checkpoint.every = 2
 extends = "spec.toml"
 
@@ -71,6 +71,21 @@ def test_twelve_runs_are_an_array_and_one_that_fails_is_submitted_alone(
     user.does(*hpczero(*again.split()))
     assert states_of(user) == {"finished": 12}
     assert len(sorted((tmp_path / "runs" / "lr").glob("lr-*/batch/*/log-*"))) == 13
+    is_compared(user)
+
+
+def is_compared(user: User) -> None:
+    """`compare` finds the run with the lowest loss, and its margin over the next."""
+    runs = sorted((user.folder / "runs" / "lr").iterdir())
+    losses = sorted(
+        (json.loads((run / "summary.json").read_text())["validation_loss"], run.name)
+        for run in runs
+    )
+    (lowest, best), (next_lowest, other) = losses[:2]
+    found = json.loads(user.does(*hpczero("compare", "runs/lr", "--json")))["best"]
+    assert (found["group"], found["next"]) == (best, other)
+    assert found["margin"] == pytest.approx(next_lowest - lowest)
+    assert found["half_interval"] > 0
 
 
 def states_of(user: User) -> dict[str, int]:
