@@ -15,6 +15,16 @@ _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
 @dataclass(frozen=True)
+class Span:
+    """What is drawn from `begin` to `end` (seconds) in the colour of its kind."""
+
+    begin: float
+    end: float
+    kind: str
+    tip: str = ""
+
+
+@dataclass(frozen=True)
 class Scale:
     """Values from `least` to `most` as places from `first` to `last`, in pixels.
 

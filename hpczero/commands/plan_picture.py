@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from hpczero.commands.plan_report import of_nodes, words
 from hpczero.planner import drawings
 from hpczero.planner.bill import Bill
-from hpczero.planner.drawings import Choice, Span
+from hpczero.planner.drawings import Choice
 from hpczero.planner.search import Planned
 from hpczero.planner.step_time import StepTime
+from hpczero.svg import Span
 
 _HOUR = 3600
 

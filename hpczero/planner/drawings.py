@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hpczero import svg
+from hpczero.svg import Span
 from hpczero.text import format_count, format_number
 
 COLOURS = {
@@ -18,16 +19,6 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BELOW = 1200, 90, 20, 60, 60
 _TALLEST, _MOST_HEIGHT = 28, 900  # pixels of a stage, and of all of them
 _GAP = 0.96  # of an action's width and height is drawn: what is left tells it from the next
 _NARROWEST = 0.5  # pixels: what is narrower is drawn together with its neighbours
-
-
-@dataclass(frozen=True)
-class Span:
-    """What a stage does from `begin` to `end` (seconds); `kind` is one of COLOURS."""
-
-    begin: float
-    end: float
-    kind: str
-    tip: str = ""
 
 
 def step(stages: Sequence[Sequence[Span]], title: str) -> str:

@@ -1,7 +1,6 @@
 """Bars whose parts add up, rows of spans in time, and maps of heat (pure)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from hpczero.report.marks import (
     lines_of_legend,
 )
 from hpczero.runs.columns import Numbers
-from hpczero.svg import Scale
+from hpczero.svg import Scale, Span
 from hpczero.text import format_number
 
 WIDE = 980
@@ -66,14 +65,6 @@ def stacked_bar(
 
 def _named(part: str, amount: float, whole: float) -> str:
     return f"{part} {100 * amount / whole:.1f} %"
-
-
-@dataclass(frozen=True)
-class Span:
-    begin: float
-    end: float
-    kind: str
-    tip: str = ""
 
 
 def rows_of_spans(

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from hpczero.report.bars import Span, rows_of_spans, stacked_bar
+from hpczero.report.bars import rows_of_spans, stacked_bar
 from hpczero.report.contents import Block, Figure, Section, Table, Text
 from hpczero.report.marks import colour_of
 from hpczero.runs.columns import TIME, number, seconds_of
 from hpczero.runs.record import Job, Run
+from hpczero.svg import Span
 from hpczero.text import format_bytes, format_count, format_duration, printable
 
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))

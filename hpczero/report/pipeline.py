@@ -7,8 +7,9 @@ from statistics import median
 from hpczero.comm.trace import SPAN, Event
 from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import Times, simulate
-from hpczero.report.bars import Span, rows_of_spans
+from hpczero.report.bars import rows_of_spans
 from hpczero.report.contents import Block, Figure, Section, Table, Text
+from hpczero.svg import Span
 from hpczero.train import trace_file
 
 COLOURS = {

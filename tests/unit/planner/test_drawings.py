@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import Times, simulate
-from hpczero.planner.drawings import _GAP, COLOURS, Choice, Span, front, step, trade
+from hpczero.planner.drawings import _GAP, COLOURS, Choice, front, step, trade
+from hpczero.svg import Span
 
 NAME = "{http://www.w3.org/2000/svg}"
 
