@@ -123,7 +123,7 @@ class Live:
         notes = rank_process.notes(states)
         sizes = {rank: rank_process.resident(state) for rank, state in states.items()}
         known = {rank: size for rank, size in sizes.items() if size}
-        file = NodeFile(time.time(), "looked at", states, {}, notes, known)
+        file = NodeFile(time.time(), "live", states, {}, notes, known)
         node_file.write(path_of(folder, self._node), file, self._rank, _OPERATIONS)
 
 

@@ -112,7 +112,7 @@ class Viewer:
             behind,
             self._slow(run),
             _memory(self._path),
-            run.events[-_EVENTS:],
+            [_plain(event) for event in run.events[-_EVENTS:]],
             self._losses.steps,
             self._losses.losses,
         )
@@ -125,7 +125,7 @@ class Viewer:
             self._asked, self._refusal = now, self._onlooker.ask()
         if files := self._onlooker.files():
             age = max(0.0, time.time() - max(file.at for file in files))
-            return files, f"{format_age(age)} ago", True
+            return files, f"seen {format_age(age)} ago", True
         if run.jobs and len(run.jobs[-1].ranks) == 1:
             return [], "of one rank alone no more is known", True
         if self._refusal:
@@ -151,6 +151,11 @@ class Viewer:
             return []
         size = len(rank_times.row(1, 1, [[0.0] * len(rank_times.FIELDS)] * ranks))
         return stragglers(run, rank_times.read(run.path, _ROWS * size))
+
+
+def _plain(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event without its lists and tables, which may be as long as the job has ranks."""
+    return {key: value for key, value in event.items() if not isinstance(value, list | dict)}
 
 
 def _behind(run: Run, files: Sequence[NodeFile], progress: Progress, now: float) -> Finding | None:

@@ -44,7 +44,9 @@ def frame(facts: Facts, width: int, height: int | None, encoding: str) -> list[s
         if room < len(curve_) + min(len(events), _ENDS_WITH):
             curve_ = []
         events = events[: max(0, room - len(curve_))]
-    lines = [_cut(_encodable(line, encoding), width) for line in [*head, *curve_, *events]]
+    lines = [
+        _cut(_encodable(printable(line), encoding), width) for line in [*head, *curve_, *events]
+    ]
     return lines if height is None else lines[:height]
 
 
@@ -55,7 +57,9 @@ def _progress(facts: Facts, width: int, fine: bool) -> Iterator[str]:
         f"{printable(progress.run.name, _LONGEST_NAME)}: {progress.state}{reason}", width
     )
     share = min(1.0, progress.step / progress.steps) if progress.steps else 0.0
-    words = f"step {progress.step:,} of {progress.steps:,} ({share:.0%})"
+    words = (
+        f"step {progress.step:,} of {progress.steps:,} ({share:.{0 if share in (0, 1) else 1}%})"
+    )
     left = figures_of(progress)[3]
     if left not in ("", "?"):
         words += f", {left} left"
@@ -82,7 +86,7 @@ def _ranks(facts: Facts, width: int, height: int | None) -> Iterator[str]:
     if facts.seen:
         count = format_count(len(facts.ranks), "rank") if facts.ranks else "ranks"
         yield ""
-        yield from _wrapped(f"{count}: {facts.seen}", width)
+        yield from _wrapped(f"{count}: {printable(facts.seen, 400)}", width)
     found = folds(facts.ranks)
     most = _MOST_FOLDS if height is None else max(1, min(_MOST_FOLDS, height // 3))
     for fold in found[:most]:
@@ -138,9 +142,8 @@ def _curve(facts: Facts, width: int, fine: bool) -> list[str]:
     bar = "│" if fine else "|"
     rows = enumerate(drawn(shown, columns, _CURVE, fine))
     lines = [f"{ends.get(number, ''):>{_MARGIN}} {bar}{row}".rstrip() for number, row in rows]
-    first, last = f"{shown.x[0]:,.0f}", f"{facts.steps[-1]:,.0f}"
-    scale = f"{'loss at step':>{_MARGIN}}"[:_MARGIN]
-    return ["", *lines, f"{scale:>{_MARGIN}}  {first}{last.rjust(columns - len(first))}"]
+    first, last = f"{facts.steps[0]:,.0f}", f"{facts.steps[-1]:,.0f}"
+    return ["", *lines, f"{'step':>{_MARGIN}}  {first}{last.rjust(columns - len(first))}"]
 
 
 def _events(facts: Facts) -> list[str]:

@@ -1,6 +1,6 @@
 """What each rank of a job does, and for whom it waits, from the states of all of them (pure)."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -154,9 +154,10 @@ def folds(ranks: Sequence[RankNow]) -> list[Fold]:
         alike[one.state, operation, one.axis].append(one)
     found = []
     for (state, operation, axis), same in alike.items():
-        missing = Counter(other for one in same for other in one.waits_for)
+        numbers = [one.rank for one in same]
+        missing = {other for one in same for other in one.waits_for}
+        missing = missing.difference(numbers) or missing  # of several groups
         seconds = max((one.seconds or 0.0 for one in same), default=0.0)
         host = same[0].host if len(same) == 1 else ""
-        numbers = [one.rank for one in same]
         found.append(Fold(numbers, state, operation, axis, sorted(missing), seconds, host))
     return sorted(found, key=lambda fold: (fold.state not in _ODD, len(fold.ranks), fold.ranks[0]))
