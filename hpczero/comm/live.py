@@ -26,7 +26,7 @@ from hpczero.errors import InputError
 
 # in seconds
 _LOOK_EVERY = 5.0
-_WRITE_EVERY = 2.0
+WRITE_EVERY = 2.0
 _ASKED_FOR = 15.0  # a change counts
 _PATIENCE = 5.0  # without a look, after which another rank takes the duty
 _STAGGER = 2.0  # that each further rank waits longer, so that one of them takes it
@@ -86,7 +86,7 @@ class Live:
             began = time.thread_time()
             self._write(folder)
             took = time.thread_time() - began
-            self._next_write = now + max(_WRITE_EVERY, took / _SHARE)
+            self._next_write = now + max(WRITE_EVERY, took / _SHARE)
 
     def _duty(self, now: float) -> float | None:
         """Return when a rank of this node last saw a question; None: another rank has the duty."""
@@ -119,7 +119,9 @@ class Live:
         if not safe_files.is_seen(folder):  # removed meanwhile, with all that it held
             return
         now = self._clock()
-        states = {rank: read(slot, now) for rank, slot in self._slots.items()}
+        states = {
+            rank: read(slot, now, operations=_OPERATIONS) for rank, slot in self._slots.items()
+        }
         notes = rank_process.notes(states)
         sizes = {rank: rank_process.resident(state) for rank, state in states.items()}
         known = {rank: size for rank, size in sizes.items() if size}

@@ -9,7 +9,7 @@ what they do now while somebody looks (`live`).
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,5 +78,8 @@ def read(path: Path) -> NodeFile:
 
 
 def _facts(state: RankState, most: int) -> dict[str, Any]:
-    started = {group: last[-most:] for group, last in state.started.items()}
-    return asdict(replace(state, started=started))
+    started = {
+        group: [vars(operation) for operation in last[-most:]]
+        for group, last in state.started.items()
+    }
+    return vars(state) | {"started": started}

@@ -32,6 +32,7 @@ _DOING = struct.Struct("<16s")
 _LOOKED = struct.Struct("<dd")
 _STEP_AT, _CHANGED_AT, _WAIT_AT, _DOING_AT, _LOOKED_AT, _ENTRIES_AT = 24, 32, 40, 128, 144, 192
 _RECORDS = 64  # operations of a group: more than are mostly started in one go
+_NUMBERS = struct.Struct("<" + _RECORDS * f"Q{_RECORD.size - 8}x")  # those of a group's records
 _ENTRY_SIZE = 64
 _HISTORY_SIZE = _RECORDS * _RECORD.size
 _ENTRIES = 48
@@ -246,8 +247,8 @@ def seconds(value: Any) -> float:
     return number
 
 
-def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
-    """Read a slot. `whole`: with the operations of every group, of which there are many."""
+def read(slot: memoryview, now: float, whole: bool = True, operations: int = _RECORDS) -> RankState:
+    """Read a slot. `whole`: with the last so many `operations` of every group."""
     pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
     (step,) = _STEP.unpack_from(slot, _STEP_AT)
     (changed,) = _CHANGED.unpack_from(slot, _CHANGED_AT)
@@ -256,7 +257,7 @@ def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
     for position in range(_ENTRIES) if whole else ():
         name, _ = _ENTRY.unpack_from(slot, _entry_at(position))
         if name:
-            started[str(name)] = _operations(slot, position, now)
+            started[str(name)] = _operations(slot, position, now, operations)
     group, axis = "", ""
     if 0 <= entry < _ENTRIES:
         name, word = _ENTRY.unpack_from(slot, _entry_at(entry))
@@ -274,9 +275,13 @@ def last_look(slot: memoryview) -> tuple[float, float]:
     return looked, asked
 
 
-def _operations(slot: memoryview, entry: int, now: float) -> list[Operation]:
-    """Return the operations recorded for a group, oldest first."""
-    records = _RECORD.iter_unpack(slot[_history_of(entry)])
+def _operations(slot: memoryview, entry: int, now: float, most: int) -> list[Operation]:
+    """Return the last operations recorded for a group, oldest first."""
+    at = _history_at(entry)
+    numbers = sorted(filter(None, _NUMBERS.unpack_from(slot, at)))[-most:]
+    records = [
+        _RECORD.unpack_from(slot, at + number % _RECORDS * _RECORD.size) for number in numbers
+    ]
     kept = [
         Operation(number, code, _text(label), history, now - when)
         for number, code, history, when, label in records

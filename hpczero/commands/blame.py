@@ -110,9 +110,11 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
 def _one_of_each_place(states: Mapping[int, RankState], waiting: Sequence[int]) -> Iterable[int]:
     """Return the rank that has waited longest in each place: of a thousand, all ask the same."""
     longest: dict[tuple[str, int, str], int] = {}
-    for rank in sorted(waiting, key=lambda rank: states[rank].waited or 0.0):
-        state = states[rank]
-        longest[state.group, state.number, state.waits_in] = rank
+    for rank in waiting:
+        place = states[rank].group, states[rank].number, states[rank].waits_in
+        known = states[longest.setdefault(place, rank)]
+        if (states[rank].waited or 0.0) > (known.waited or 0.0):
+            longest[place] = rank
     return longest.values()
 
 

@@ -16,7 +16,7 @@ _PARTS = {"data": "loading data", "save": "saving", "evaluation": "evaluating"}
 _GONE = {verdict.ENDED: ENDED, verdict.STOPPED: STOPPED}
 # what ranks do that hold up others, or need somebody's look, comes first
 _ODD = (ENDED, STOPPED, SILENT, BLOCKED)
-SILENT_AFTER = 10.0  # seconds without a word of its node
+SILENT_AFTER = 20.0  # seconds without a word of its node: of many ranks they come less often
 _MOST_RANGES = 8
 _WORTH_SAYING = 1.0  # seconds of a wait
 
