@@ -46,7 +46,7 @@ def top(options: Namespace) -> int:
 def _answered(viewer: Viewer) -> Facts:
     """Return the facts as soon as the ranks have answered, if they do soon."""
     until = time.monotonic() + _PATIENCE
-    while not (facts := viewer.facts()).fresh and time.monotonic() < until:
+    while not (facts := viewer.facts()).complete and time.monotonic() < until:
         time.sleep(_POLL)
     return facts
 

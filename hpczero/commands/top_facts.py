@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Facts:
     progress: Progress
     ranks: Sequence[RankNow]
     seen: str  # how old the ranks' states are, or why they are not known
-    fresh: bool  # the ranks have answered
+    complete: bool  # False: the ranks may answer yet
     behind: Finding | None
     slow: Sequence[Straggler]
     memory: Memory | None
@@ -96,10 +96,9 @@ class Viewer:
         progress = run_status.status_of(self._path, [], silent=scheduler.SCHEDULERS)
         self._losses.read()
         goes_on = progress.state in ("running", "STALLED")
-        files, seen, fresh = self._states(run) if goes_on else ([], "", True)
+        files, seen, silent_after = self._states(run) if goes_on else ([], "", inf)
         now = time.time()
         hosts = run.jobs[-1].hosts if run.jobs else {}
-        silent_after = SILENT_AFTER if fresh else float("inf")
         behind = _behind(run, files, progress, now) if files else None
         if not goes_on and progress.state != "finished":
             left = self._left_behind(run)
@@ -108,7 +107,7 @@ class Viewer:
             progress,
             ranks_now(files, hosts, now, silent_after),
             seen,
-            fresh,
+            not goes_on or silent_after < inf or not self._onlooker.has_to_wait or len(hosts) == 1,
             behind,
             self._slow(run),
             _memory(self._path),
@@ -117,17 +116,17 @@ class Viewer:
             self._losses.losses,
         )
 
-    def _states(self, run: Run) -> tuple[list[NodeFile], str, bool]:
-        """Return what the nodes say of their ranks, how old that is, and if they have answered."""
+    def _states(self, run: Run) -> tuple[list[NodeFile], str, float]:
+        """Return what the nodes say of their ranks, how old that is, and when one is silent."""
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         if now - self._asked >= ASK_EVERY:
             self._asked, self._refusal = now, self._onlooker.ask()
         if files := self._onlooker.files():
             age = max(0.0, time.time() - max(file.at for file in files))
-            return files, f"seen {format_age(age)} ago", True
+            return files, f"seen {format_age(age)} ago", SILENT_AFTER
         if run.jobs and len(run.jobs[-1].ranks) == 1:
-            return [], "of one rank alone no more is known", True
+            return [], "of one rank alone no more is known", inf
         if self._refusal:
             why = f"what they do now cannot be asked for: {printable(self._refusal)}"
         elif now - self._began < _SOON:
@@ -137,7 +136,7 @@ class Viewer:
         if left := self._left_behind(run):
             recorded = max(0.0, time.time() - max(file.at for file in left))
             why = f"as recorded {format_age(recorded)} ago; {why}"
-        return left, why, False
+        return left, why, inf
 
     def _left_behind(self, run: Run) -> list[NodeFile]:
         """Return what the nodes have recorded of their own accord, unless steps were done since."""

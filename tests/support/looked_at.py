@@ -41,7 +41,7 @@ def facts(**more: Any) -> Facts:
         "progress": progress(),
         "ranks": [],
         "seen": "seen 1 s ago",
-        "fresh": True,
+        "complete": True,
         "behind": None,
         "slow": [],
         "memory": None,

@@ -119,7 +119,8 @@ def test_a_folder_that_is_removed_is_not_made_again_before_the_run_is(folder: Pa
     onlooker = Onlooker(folder)
     assert node.run(10, onlooker)
     safe_files.remove_tree(folder.parent)
-    assert "asked: No such file" in onlooker.ask()
+    assert "asked is not there: the job is starting" in onlooker.ask()
+    assert onlooker.has_to_wait
     node.run(30)
     assert not folder.parent.exists()
     folder.parent.mkdir()
@@ -183,7 +184,11 @@ def test_who_may_only_read_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPa
 
     folder.mkdir(parents=True)
     monkeypatch.setattr(safe_files, "open_for_writing", refuse)
-    assert Onlooker(folder).ask() == f"{asked_in(folder)}: Permission denied"
+    asked_in(folder).touch()
+    onlooker = Onlooker(folder)
+    assert onlooker.has_to_wait
+    assert onlooker.ask() == f"{asked_in(folder)}: Permission denied"
+    assert not onlooker.has_to_wait
 
 
 def test_an_error_while_somebody_looks_does_not_end_a_job(

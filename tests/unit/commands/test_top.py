@@ -2,19 +2,22 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpczero.comm import node_file
+from hpczero.comm import live, node_file
+from hpczero.comm.live import Onlooker
 from hpczero.comm.node_file import NodeFile
 from hpczero.commands import top as top_verb
 from hpczero.commands.top import top
 from hpczero.commands.top_facts import Facts, Losses, Viewer
 from hpczero.errors import InputError
+from hpczero.lock import RunLock
 from tests.support.looked_at import BAD, LATE, facts, state
 from tests.support.run_files import BEGAN, moment, ranks_on, write_rank_times, write_run
 from tests.support.run_folders import made, stopped_at_once
@@ -118,6 +121,64 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
         top(Namespace(run=str(tmp_path), json=False, once=True, every=2.0))
 
 
+@pytest.fixture
+def living(tmp_path: Path) -> Iterator[Path]:
+    """A run of two ranks of which this process holds the lock."""
+    events = [{"event": "start", "time": 0, "ranks": ranks_on("n1", "n1")}]
+    run = write_run(tmp_path / "r", [{"step": 1, "time": 10, "loss": 2.0}], events)
+    with RunLock(run):
+        yield run
+
+
+def test_who_may_not_ask_sees_what_is_recorded(
+    living: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (living / "watch").mkdir()
+    (living / "watch" / "asked").symlink_to("/dev/null")
+    said = told(living, capsys)
+    assert "ranks: what they do now cannot be asked for:" in said
+    assert "asked: it is a link" in "".join(said.split("\n"))
+    states = {0: state(waited=30.0), 1: LATE}
+    path = node_file.path_of(living / "watch", 0)
+    node_file.write(path, NodeFile(BEGAN + 40, "quiet", states, {}), 0)
+    said = told(living, capsys)
+    assert "2 ranks: as recorded 0 s ago; what they do now cannot be asked for:" in said
+    assert "rank 1 on n1: computing" in said
+    assert "Rank 1 on n1 is behind" in said
+
+
+def test_the_answers_of_ranks_are_shown(
+    living: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = living / "watch"
+    folder.mkdir()
+    (folder / "asked").touch()
+
+    times = count(5)
+
+    def answer(onlooker: Onlooker) -> str:
+        file = NodeFile(next(times), "live", {0: state(waited=0.01), 1: LATE}, {})
+        node_file.write(live.path_of(folder, 0), file, 0)
+        return ""
+
+    monkeypatch.setattr(Onlooker, "ask", answer)
+    said = told(living, capsys)
+    assert "2 ranks: seen 0 s ago" in said
+    assert "rank 0 on n1: waiting for rank 1 in all_reduce along data\n" in said
+    assert "behind" not in said, "a short wait is none"
+    data = json.loads(told(living, capsys, json=True))
+    assert [one["waits_for"] for one in data["ranks"]] == [[1], []]
+
+
+def test_of_one_rank_alone_its_steps_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [{"event": "start", "time": 0, "ranks": ranks_on("n1")}]
+    run = write_run(tmp_path / "r", [], events)
+    with RunLock(run):
+        assert "ranks: of one rank alone no more is known" in told(run, capsys)
+
+
 def test_a_job_that_does_not_answer_is_waited_for_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +188,7 @@ def test_a_job_that_does_not_answer_is_waited_for_a_while(
     class Silent(Viewer):
         def facts(self) -> Facts:
             looks.append(1)
-            return facts(fresh=False, seen="none has answered for 20 s")
+            return facts(complete=False, seen="none has answered for 20 s")
 
     monkeypatch.setattr(top_verb, "Viewer", Silent)
     monkeypatch.setattr(top_verb, "_PATIENCE", 0.2)
