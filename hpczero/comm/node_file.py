@@ -19,6 +19,7 @@ from hpczero.safe_files import make_own_folder, read_small, rename, write_text
 
 FOLDER = "watch"
 _MOST = 256 << 20  # bytes that are read of a file
+_LARGEST = 1 << 60  # bytes of a process: more are nonsense
 _MOST_OPERATIONS = 16  # of each group, in a file
 
 
@@ -69,12 +70,20 @@ def read(path: Path) -> NodeFile:
             {int(rank): RankState.of(state) for rank, state in facts["states"].items()},
             {int(rank): str(text) for rank, text in facts["stacks"].items()},
             {int(rank): str(text) for rank, text in facts["notes"].items()},
-            {int(rank): int(size) for rank, size in facts.get("resident", {}).items()},
+            {int(rank): _size(size) for rank, size in facts.get("resident", {}).items()},
         )
     except (InputError, ValueError, LookupError, TypeError, AttributeError):
         return NOTHING
     except (OverflowError, RecursionError):  # of huge numbers, deep lists
         return NOTHING
+
+
+def _size(value: Any) -> int:
+    """Return a number of bytes; ValueError if no memory is so large."""
+    size = int(value)
+    if not 0 <= size < _LARGEST:
+        raise ValueError(f"{size} bytes")
+    return size
 
 
 def _facts(state: RankState, most: int) -> dict[str, Any]:

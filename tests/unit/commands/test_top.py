@@ -131,14 +131,14 @@ def living(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_who_may_not_ask_sees_what_is_recorded(
-    living: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    living: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (living / "watch").mkdir()
     (living / "watch" / "asked").symlink_to("/dev/null")
     said = told(living, capsys)
     assert "ranks: what they do now cannot be asked for:" in said
     assert "asked: it is a link" in "".join(said.split("\n"))
-    states = {0: state(waited=30.0), 1: LATE}
+    states = {0: state(waited=30.0), 1: replace(LATE, idle=40.0)}
     path = node_file.path_of(living / "watch", 0)
     node_file.write(path, NodeFile(BEGAN + 40, "quiet", states, {}), 0)
     said = told(living, capsys)
