@@ -144,6 +144,14 @@ VERBS = {
         flag("-f --follow", "keep printing new output until no job is left"),
         argument("--rank R", "the node of this rank, and the lines that name it", type=int),
     ),
+    "top": verb(
+        "hpczero.commands.top:top",
+        "watch a run: progress, loss, what each rank does, memory, events (q ends it)",
+        RUN,
+        flag("--once", "one frame, as where there is no terminal"),
+        argument("--every SECONDS", "between two frames (default: 2)", type=float, default=2.0),
+        JSON,
+    ),
     "blame": verb(
         "hpczero.commands.blame:blame",
         "say which rank a run waits for, or waited for, and in what; which rank is slow, and why",

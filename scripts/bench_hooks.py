@@ -26,6 +26,10 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda"), str(ROOT / "scripts")]
 
+from hpczero.comm import live  # noqa: E402
+from hpczero.comm.live import Live, Onlooker  # noqa: E402
+from hpczero.comm.status import SLOT, Signature, Status  # noqa: E402
+from hpczero.safe_files import make_folders  # noqa: E402
 from hpczero.spec.load import load  # noqa: E402
 from hpczero.spec.schema import Spec  # noqa: E402
 from hpczero.spec.track import Track  # noqa: E402
@@ -35,6 +39,7 @@ from hpczero.track.tensorboard_files import TensorBoard  # noqa: E402
 from hpczero.track.tracking import Tracking  # noqa: E402
 
 GOAL = 0.01
+RANKS_OF_NODE, GROUPS_OF_RANK = 8, 5
 LINE = {  # of metrics.jsonl, as the quickstart writes it
     "step": 1,
     "loss": 2.345678901234,
@@ -51,12 +56,16 @@ LINE = {  # of metrics.jsonl, as the quickstart writes it
 
 @dataclass(frozen=True)
 class Hook:
-    """`call` is what a step runs `calls` times, in so many `turns` here."""
+    """`call` is what a step runs `calls` times, in so many `turns` here.
+
+    `every`: the seconds between two calls, of one that goes by the clock instead.
+    """
 
     name: str
     call: Callable[[], object]
     calls: float = 1.0
     turns: int = 100_000
+    every: float = 0.0
 
 
 def seconds_of(hook: Hook) -> float:
@@ -118,7 +127,66 @@ def of_tensorboard(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
     writer.close()
 
 
-FAMILIES = (of_trackers, of_tensorboard)  # a family of hooks yields them, and ends what it began
+@contextmanager
+def of_states(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
+    """Yield what it takes to say what a rank does, and what its node's thread for files does."""
+    status = Status()
+    slots = {}
+    for rank in range(RANKS_OF_NODE):
+        slots[rank] = memoryview(bytearray(SLOT))
+        of_rank = Status()
+        of_rank.move_to(slots[rank])
+        of_rank.identify(0)
+        for group in range(GROUPS_OF_RANK):
+            entry = of_rank.enter(f"axis {group}", range(RANKS_OF_NODE))
+            for number in range(1, 100):
+                of_rank.started(entry, number, Signature.of("all_reduce", "of 4096 bytes"))
+    status.move_to(slots[0])
+
+    def does_something_else() -> None:
+        with status.doing("data"):
+            pass
+
+    yield [
+        Hook("states: a step begins", lambda: status.at_step(7)),
+        Hook("states: a part of a step", does_something_else),
+        Hook("states: its thread, nobody looks", _look(status, slots, folder), every=1.0),
+        Hook(
+            "states: its thread, somebody looks",
+            _look(status, slots, folder, asks=True),
+            turns=500,
+            every=live.WRITE_EVERY,
+        ),
+    ]
+
+
+def _look(
+    status: Status, slots: dict[int, memoryview], folder: Path, asks: bool = False
+) -> Callable[[], object]:
+    """Return a look of a rank that has the duty; if somebody asks each one writes."""
+    now = [1e6]
+    watch = folder / "run" / "watch"
+    make_folders(watch.parent)
+    rank = Live(status, 0, 0, slots, True, lambda: now[0])
+    rank.look(watch)
+    onlooker = Onlooker(watch)
+
+    def look() -> None:
+        now[0] += live.WRITE_EVERY * 1000 if asks else 1.0
+        rank.look(watch)
+
+    def look_and_write() -> None:
+        onlooker.ask()
+        look()
+
+    return look_and_write if asks else look
+
+
+FAMILIES = (
+    of_trackers,
+    of_tensorboard,
+    of_states,
+)  # a family of hooks yields them, and ends what it began
 
 
 def step_seconds(path: Path, ranks: int, steps: int, folder: Path) -> float:
@@ -158,9 +226,10 @@ def main() -> None:
 
 def report(hook: Hook, step: float) -> None:
     seconds = seconds_of(hook)
-    share = seconds * hook.calls / step
+    calls = step / hook.every if hook.every else hook.calls
+    share = seconds * calls / step
     verdict = "" if share <= GOAL else f"  more than {GOAL:.0%}"
-    print(f"{hook.name:<48} {1e6 * seconds:10.2f} {hook.calls:13.3g} {share:10.4%}{verdict}")
+    print(f"{hook.name:<48} {1e6 * seconds:10.2f} {calls:13.3g} {share:10.4%}{verdict}")
 
 
 if __name__ == "__main__":

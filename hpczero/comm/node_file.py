@@ -2,13 +2,14 @@
 
 A rank of the node writes it when they have done nothing new for long, when a rank fails, and when
 one is asked to (SIGUSR1). The other nodes read it to tell whom they wait for; `hpczero blame` reads
-it after the job has ended, whatever ended it.
+it after the job has ended, whatever ended it. A file `live-0000.json` has the same form, and says
+what they do now while somebody looks (`live`).
 """
 
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpczero.safe_files import make_own_folder, read_small, rename, write_text
 
 FOLDER = "watch"
 _MOST = 256 << 20  # bytes that are read of a file
+_LARGEST = 1 << 60  # bytes of a process: more are nonsense
 _MOST_OPERATIONS = 16  # of each group, in a file
 
 
@@ -30,6 +32,7 @@ class NodeFile:
     states: Mapping[int, RankState]
     stacks: Mapping[int, str]
     notes: Mapping[int, str] = field(default_factory=dict)  # what is amiss with their processes
+    resident: Mapping[int, int] = field(default_factory=dict)  # bytes of their processes
 
 
 NOTHING = NodeFile(0.0, "", {}, {})
@@ -39,9 +42,11 @@ def path_of(folder: Path, node: int, ending: str = "json") -> Path:
     return folder / f"node-{node:04}.{ending}"
 
 
-def write(path: Path, file: NodeFile, writer: int) -> None:
-    states = {rank: _facts(state) for rank, state in file.states.items()}
-    of_ranks = {"states": states, "stacks": file.stacks, "notes": file.notes}
+def write(path: Path, file: NodeFile, writer: int, operations: int = _MOST_OPERATIONS) -> None:
+    """Write it; `operations`: that many of each group, the last ones."""
+    states = {rank: _facts(state, operations) for rank, state in file.states.items()}
+    of_ranks: dict[str, Any] = {"states": states, "stacks": file.stacks, "notes": file.notes}
+    of_ranks |= {"resident": file.resident} if file.resident else {}
     facts = {"at": file.at, "reason": file.reason, **of_ranks}
     write_whole(path, json.dumps(facts), writer)
 
@@ -65,6 +70,7 @@ def read(path: Path) -> NodeFile:
             {int(rank): RankState.of(state) for rank, state in facts["states"].items()},
             {int(rank): str(text) for rank, text in facts["stacks"].items()},
             {int(rank): str(text) for rank, text in facts["notes"].items()},
+            {int(rank): _size(size) for rank, size in facts.get("resident", {}).items()},
         )
     except (InputError, ValueError, LookupError, TypeError, AttributeError):
         return NOTHING
@@ -72,6 +78,17 @@ def read(path: Path) -> NodeFile:
         return NOTHING
 
 
-def _facts(state: RankState) -> dict[str, Any]:
-    started = {group: last[-_MOST_OPERATIONS:] for group, last in state.started.items()}
-    return asdict(replace(state, started=started))
+def _size(value: Any) -> int:
+    """Return a number of bytes; ValueError if no memory is so large."""
+    size = int(value)
+    if not 0 <= size < _LARGEST:
+        raise ValueError(f"{size} bytes")
+    return size
+
+
+def _facts(state: RankState, most: int) -> dict[str, Any]:
+    started = {
+        group: [vars(operation) for operation in last[-most:]]
+        for group, last in state.started.items()
+    }
+    return vars(state) | {"started": started}

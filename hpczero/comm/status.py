@@ -27,8 +27,12 @@ _CHANGED = struct.Struct("<d")
 _WAIT = struct.Struct("<dqQ64s")
 _ENTRY = struct.Struct("<Q40s")  # identity of the group (0: free), axis
 _RECORD = struct.Struct("<QQQd64s")  # number (0: none), code, history, when, label
-_STEP_AT, _CHANGED_AT, _WAIT_AT, _ENTRIES_AT = 24, 32, 40, 128
+_DOING = struct.Struct("<16s")
+# When the rank last looked for somebody who wants to see its node, and saw one; monotonic, 0: never
+_LOOKED = struct.Struct("<dd")
+_STEP_AT, _CHANGED_AT, _WAIT_AT, _DOING_AT, _LOOKED_AT, _ENTRIES_AT = 24, 32, 40, 128, 144, 192
 _RECORDS = 64  # operations of a group: more than are mostly started in one go
+_NUMBERS = struct.Struct("<" + _RECORDS * f"Q{_RECORD.size - 8}x")  # those of a group's records
 _ENTRY_SIZE = 64
 _HISTORY_SIZE = _RECORDS * _RECORD.size
 _ENTRIES = 48
@@ -100,6 +104,19 @@ class Status:
 
     def at_step(self, step: int) -> None:
         _STEP.pack_into(self.slot, _STEP_AT, step)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Enclose a part of the run that is told apart from its steps: "save", "data", ..."""
+        _DOING.pack_into(self.slot, _DOING_AT, what.encode())
+        try:
+            yield
+        finally:
+            _DOING.pack_into(self.slot, _DOING_AT, b"")
+
+    def looked(self, now: float, asked: float) -> None:
+        """Note that this rank has looked now, and last saw a question at the time `asked`."""
+        _LOOKED.pack_into(self.slot, _LOOKED_AT, now, asked)
 
     def enter(self, axis: str, ranks: Sequence[int]) -> int:
         """Return an entry for a new group; its operations are recorded there."""
@@ -187,6 +204,7 @@ class RankState:
     group: str = ""  # in whose operation it waits, which has the `number`; "": in no operation
     number: int = 0
     axis: str = ""
+    doing: str = ""  # "save", ...; "": the start, if no step has begun, else a step
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "RankState":
@@ -207,6 +225,7 @@ class RankState:
             str(facts["group"]),
             int(facts["number"]),
             str(facts["axis"]),
+            str(facts.get("doing", "")),
         )
 
     def older(self, ago: float) -> "RankState":
@@ -228,8 +247,8 @@ def seconds(value: Any) -> float:
     return number
 
 
-def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
-    """Read a slot. `whole`: with the operations of every group, of which there are many."""
+def read(slot: memoryview, now: float, whole: bool = True, operations: int = _RECORDS) -> RankState:
+    """Read a slot. `whole`: with the last so many `operations` of every group."""
     pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
     (step,) = _STEP.unpack_from(slot, _STEP_AT)
     (changed,) = _CHANGED.unpack_from(slot, _CHANGED_AT)
@@ -238,7 +257,7 @@ def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
     for position in range(_ENTRIES) if whole else ():
         name, _ = _ENTRY.unpack_from(slot, _entry_at(position))
         if name:
-            started[str(name)] = _operations(slot, position, now)
+            started[str(name)] = _operations(slot, position, now, operations)
     group, axis = "", ""
     if 0 <= entry < _ENTRIES:
         name, word = _ENTRY.unpack_from(slot, _entry_at(entry))
@@ -246,12 +265,23 @@ def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
     place = in_words(_text(label), axis, number)
     waited = now - since if since else None
     done = pid, namespace, stacks, step, now - changed
-    return RankState(*done, waited, place, started, group, number, axis)
+    doing = _text(_DOING.unpack_from(slot, _DOING_AT)[0])
+    return RankState(*done, waited, place, started, group, number, axis, doing)
 
 
-def _operations(slot: memoryview, entry: int, now: float) -> list[Operation]:
-    """Return the operations recorded for a group, oldest first."""
-    records = _RECORD.iter_unpack(slot[_history_of(entry)])
+def last_look(slot: memoryview) -> tuple[float, float]:
+    """Return when the rank last looked, and when it saw a question (`Status.looked`)."""
+    looked, asked = _LOOKED.unpack_from(slot, _LOOKED_AT)
+    return looked, asked
+
+
+def _operations(slot: memoryview, entry: int, now: float, most: int) -> list[Operation]:
+    """Return the last operations recorded for a group, oldest first."""
+    at = _history_at(entry)
+    numbers = sorted(filter(None, _NUMBERS.unpack_from(slot, at)))[-most:]
+    records = [
+        _RECORD.unpack_from(slot, at + number % _RECORDS * _RECORD.size) for number in numbers
+    ]
     kept = [
         Operation(number, code, _text(label), history, now - when)
         for number, code, history, when, label in records

@@ -27,16 +27,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpczero.comm import node_file, stacks, verdict
+from hpczero.comm import live, node_file, rank_process, stacks, verdict
+from hpczero.comm.live import Live
 from hpczero.comm.node_file import NodeFile
 from hpczero.comm.stacks import StacksFile
-from hpczero.comm.status import RankState, Status, Wait, in_words, process_namespace, read
+from hpczero.comm.status import RankState, Status, Wait, in_words, read
 from hpczero.comm.verdict import ENDED, STOPPED, Question
 from hpczero.errors import InputError
 from hpczero.safe_files import make_own_folder, remove, write_new
 
-_BLOCKED = "its process waits for a disk or a file server"
-_PROCESS_STATES = {"Z": ENDED, "X": ENDED, "T": STOPPED, "t": STOPPED, "D": _BLOCKED}
 _ASKED_FOR_STACKS = 4  # missing ranks
 _QUIET = (20.0, 60.0)  # seconds after which a node says what its ranks are doing: least, most
 _LONGER = 3  # times the longest that its ranks have done nothing before
@@ -80,13 +79,15 @@ class Watch:
         self._answered = 0  # bytes in that file at the last look
         self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
         self._rested: dict[int, float] = {}  # at the last look
+        makes = min(self._members) in slots
+        self._live: Live | None = Live(status, member.rank, member.node, slots, makes)
         if folder:
             self.use(folder)
         status.explain = self.explain
         self._period = min(1.0, seconds / 10)
         self._threads = [
             threading.Thread(target=self._run, args=[duty], name="hpczero-watch", daemon=True)
-            for duty in (self._end_if_stuck, self._publish)
+            for duty in (self._end_if_stuck, self._write_files)
         ]
         for thread in self._threads:
             thread.start()
@@ -96,6 +97,7 @@ class Watch:
         if self._rank == min(self._slots):
             for ending in ("json", "txt"):
                 remove(node_file.path_of(folder, self._node, ending))
+            remove(live.path_of(folder, self._node))
             if self._rank == min(self._members):
                 remove(folder / "report")
         self._folder = folder
@@ -177,6 +179,14 @@ class Watch:
             states |= {rank: state.older(ago) for rank, state in written.states.items()}
         return states
 
+    def _write_files(self) -> None:
+        self._publish()
+        if self._live and self._folder:
+            try:
+                self._live.look(self._folder)
+            except Exception:  # nobody's looking on may end a job
+                self._live = None
+
     def _publish(self) -> None:
         """Write the node's file where more ranks than before have long done nothing, or if asked.
 
@@ -224,7 +234,7 @@ class Watch:
         states = self._states_on_node()
         asked = sorted(states) if of_ranks is None else of_ranks[:_ASKED_FOR_STACKS]
         stacks_of_ranks = self._stacks_of(asked, states)
-        notes = {rank: note for rank, state in states.items() if (note := _process(state))}
+        notes = rank_process.notes(states)
         file = NodeFile(time.time(), reason, states, stacks_of_ranks, notes)
         node_file.write(node_file.path_of(self._folder, self._node), file, self._rank)
 
@@ -287,10 +297,11 @@ class Watch:
     def _explain(self, wait: Wait, states: Mapping[int, RankState]) -> str:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
-        processes = {rank: _process(states[rank]) for rank in self._slots if rank in states}
+        here = {rank: states[rank] for rank in self._slots if rank in states}
+        processes = rank_process.notes(here)
         gone = [rank for rank, note in processes.items() if note in (ENDED, STOPPED)]
         suspects = verdict.suspects(question, judged, states, gone)
-        notes = {rank: processes[rank] for rank in judged if processes.get(rank)}
+        notes = {rank: processes[rank] for rank in judged if rank in processes}
         hosts = {rank: member.host for rank, member in self._members.items()}
         lines = [f"{question.waits_in}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
         lines += verdict.cause(suspects, hosts)
@@ -320,7 +331,7 @@ class Watch:
     def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
         """Return the ranks of this node that have not come and never will."""
         here = [rank for rank in judged if rank in self._slots and judged[rank] == verdict.ABSENT]
-        return [rank for rank in here if _process(states[rank]) == ENDED]
+        return [rank for rank in here if rank_process.amiss(states[rank]) == ENDED]
 
     def _question(self, wait: Wait, states: Mapping[int, RankState]) -> Question:
         point = wait.point
@@ -338,14 +349,3 @@ class Watch:
 def _leave_late() -> None:
     time.sleep(_REPORTING)
     os._exit(1)
-
-
-def _process(state: RankState) -> str:
-    """Say what is amiss with a process of this node; "" if nothing is, or it cannot be told."""
-    if state.namespace != process_namespace():
-        return ""
-    try:
-        letter = (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ENDED
-    return _PROCESS_STATES.get(letter, "")

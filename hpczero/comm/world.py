@@ -5,7 +5,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -127,6 +128,12 @@ class World(Nodes):
     @property
     def trace(self) -> Trace:
         return self.progress.trace
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Enclose a part of the run that trace and status show by this name."""
+        with self.status.doing(what), self.trace.span(what):
+            yield
 
     def record(self, trace: Trace) -> None:
         """Write what happens in this world from now on there; `Trace()` keeps nothing."""

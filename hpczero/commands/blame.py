@@ -3,7 +3,7 @@
 import json
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,7 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
         busy = ", ".join(_at(rank, states[rank]) for rank in sorted(states)[:8])
         words = f"No rank waits for another one: {busy}. ({join_words(reasons)})"
         return Finding([], words, (), stacks, newest)
-    asking = max(waiting, key=lambda rank: _weight(states, rank))
+    asking = max(_one_of_each_place(states, waiting), key=lambda rank: _weight(states, rank))
     question = _question(asking, states)
     judged = verdict.judge(question, states)
     gone = [rank for rank in question.ranks if notes.get(rank) in (verdict.ENDED, verdict.STOPPED)]
@@ -105,6 +105,17 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     words = _paragraph(question, behind, told, states) + f" ({join_words(reasons)})"
     chosen = {rank: stacks[rank] for rank in [*behind, asking] if rank in stacks}
     return Finding(behind, words, [printable(line) for line in details], chosen, newest)
+
+
+def _one_of_each_place(states: Mapping[int, RankState], waiting: Sequence[int]) -> Iterable[int]:
+    """Return the rank that has waited longest in each place: of a thousand, all ask the same."""
+    longest: dict[tuple[str, int, str], int] = {}
+    for rank in waiting:
+        place = states[rank].group, states[rank].number, states[rank].waits_in
+        known = states[longest.setdefault(place, rank)]
+        if (states[rank].waited or 0.0) > (known.waited or 0.0):
+            longest[place] = rank
+    return longest.values()
 
 
 def _weight(states: Mapping[int, RankState], rank: int) -> tuple[bool, float]:

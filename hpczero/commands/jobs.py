@@ -213,10 +213,10 @@ def _as_data(states: Sequence[Progress]) -> list[dict[str, object]]:
 
 def _row(progress: Progress, name: str, longest: int) -> list[str]:
     """Return the cells of `_COLUMNS`."""
-    return [printable(name, longest), progress.state, *_figures(progress)]
+    return [printable(name, longest), progress.state, *figures_of(progress)]
 
 
-def _figures(progress: Progress) -> list[str]:
+def figures_of(progress: Progress) -> list[str]:
     """Return step, loss, tokens per second, time left and last save in words."""
     loss = _loss(progress.loss) or "?"
     speed = left = "?"
@@ -244,7 +244,7 @@ def _jobs(progress: Progress) -> str:
 
 
 def _in_full(progress: Progress) -> list[str]:
-    step, loss, speed, left, saved = _figures(progress)
+    step, loss, speed, left, saved = figures_of(progress)
     reason = f" ({printable(progress.reason, _LONGEST)})" if progress.reason else ""
     if progress.seconds_per_step is not None:
         speed += f" tokens/s, {progress.seconds_per_step:.3g} s a step"

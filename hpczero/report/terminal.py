@@ -17,16 +17,15 @@ _MARGIN = 10  # letters of the axis
 
 def loss(run: Run, encoding: str) -> Iterator[str]:
     """Yield the lines of the training loss, and a line of what it ends at."""
-    fine = _has_braille(encoding)
-    across, down = (2 * COLUMNS, 4 * ROWS) if fine else (COLUMNS, ROWS)
+    fine = has_braille(encoding)
+    across = 2 * COLUMNS if fine else COLUMNS
     whole = series("training", run.metrics["step"], run.metrics["loss"], across, "blue")
     shown = whole.curve
     if not whole.ends:
         return
     low, high = float(shown.low.min()), float(shown.high.max())
     yield f"{run.name}: loss (nats per token) over steps"
-    dots = canvas(shown, across, down)
-    rows = _in_braille(dots) if fine else ["".join(" *"[dot] for dot in row) for row in dots]
+    rows = drawn(shown, COLUMNS, ROWS, fine)
     for number, row in enumerate(rows):
         value = {0: high, len(rows) - 1: low}.get(number)
         name = format_loss(value) if value is not None else ""
@@ -40,6 +39,13 @@ def loss(run: Run, encoding: str) -> Iterator[str]:
     if validation.ends:
         words += f"; validation {format_loss(validation.last)}"
     yield words
+
+
+def drawn(shown: Curve, columns: int, rows: int, fine: bool) -> list[str]:
+    """Return lines of letters, each of 2 x 4 dots if it is `fine`."""
+    if fine:
+        return _in_braille(canvas(shown, 2 * columns, 4 * rows))
+    return ["".join(" *"[dot] for dot in row) for row in canvas(shown, columns, rows)]
 
 
 def canvas(shown: Curve, across: int, down: int) -> list[list[bool]]:
@@ -82,7 +88,7 @@ def _in_braille(dots: Sequence[Sequence[bool]]) -> list[str]:
     return rows
 
 
-def _has_braille(encoding: str) -> bool:
+def has_braille(encoding: str) -> bool:
     try:
         chr(_BRAILLE).encode(encoding)
     except (UnicodeError, LookupError):

@@ -67,11 +67,14 @@ def next_file(run: Path) -> Path:
     return run / FOLDER / f"{max(taken, default=0) + 1:04}.bin"
 
 
-def read(run: Path) -> list[RankTimes]:
-    """Return the rows of each job that has any, without those of steps that came again later."""
+def read(run: Path, most: int = _MOST_BYTES) -> list[RankTimes]:
+    """Return the rows of each job that has any, without those of steps that came again later.
+
+    At most so many bytes are read, of the newest rows.
+    """
     jobs: list[RankTimes] = []
     least = np.inf
-    left = _MOST_BYTES
+    left = most
     for path in reversed(_files(run)):
         rows = _read(path, left)
         if rows is None:

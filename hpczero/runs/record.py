@@ -95,8 +95,8 @@ class Run:
         return [event for event in self.events if event.get("event") in names]
 
 
-def read_run(path: Path) -> Run:
-    """Read a run's directory; InputError if it is none."""
+def read_run(path: Path, figures: bool = True) -> Run:
+    """Read a run's directory; InputError if it is none. `figures`: of its steps and memory, too."""
     if not any(safe_files.is_seen(path / name) for name in _MARKS):
         raise InputError(f"{path} is no run: it has none of {', '.join(_MARKS)}")
     problems: list[str] = []
@@ -105,11 +105,11 @@ def read_run(path: Path) -> Run:
         spec = load(path / "spec.toml").spec
     except (InputError, OSError) as error:
         problems.append(f"spec.toml cannot be read: {error}")
-    metrics = columns.read(path / "metrics.jsonl")
+    metrics = columns.read(path / "metrics.jsonl") if figures else Columns()
     if metrics.damaged:
         problems.append(f"metrics.jsonl: {metrics.damaged} damaged lines are left out")
     events = _objects(path / "events.jsonl", problems)
-    memory = _objects(path / "memory.jsonl", problems)
+    memory = _objects(path / "memory.jsonl", problems) if figures else []
     return Run(path, spec, metrics, events, memory, _summary(path, problems), tuple(problems))
 
 

@@ -45,6 +45,17 @@ def folder_path(name: str, given: str | Path) -> Path:
     return Path(env.expand(str(given))).absolute()
 
 
+def folder_of_no_run(given: str | Path) -> Path:
+    """Return the folder for checkpoints in a folder that is no run's; InputError if it is."""
+    path = folder_path("folder", given)
+    if (path / "spec.toml").exists():
+        raise InputError(
+            f"folder = {str(given)!r} is the directory of a run, which saves there itself:"
+            " give one of its own, or leave it out"
+        )
+    return path / "checkpoints"
+
+
 def refuse_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < _MOST_STEPS:
         raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")

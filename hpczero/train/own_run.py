@@ -28,7 +28,13 @@ from hpczero.parallel.zero.update import StepResult
 from hpczero.planner.forecast import replicas_left_out
 from hpczero.spec.schema import Spec
 from hpczero.train import preflight, process, rank_states, run_directory, setup
-from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
+from hpczero.train.arguments import (
+    folder_of_no_run,
+    folder_path,
+    refuse_step,
+    refuse_what_differs,
+    table,
+)
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState, Position
 from hpczero.train.memory_account import Expected, MemoryAccount
@@ -229,7 +235,7 @@ class OwnRun:
         if folder is None:
             self._save(self._checkpoints(), step, self._state(extra, random), waits)
             return
-        elsewhere = self._in_folder(self.world.run_on_all(lambda: self._elsewhere(folder)))
+        elsewhere = self._in_folder(self.world.run_on_all(lambda: folder_of_no_run(folder)))
         state = self._state(extra, random)
         if self._attempt(lambda: elsewhere.begin(step, True, state)):
             self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
@@ -288,16 +294,6 @@ class OwnRun:
     def _folder(self) -> Path:
         return run_directory.path_of(self.spec).absolute() / "checkpoints"
 
-    def _elsewhere(self, folder: str | Path) -> Path:
-        """Return the folder for checkpoints in a folder that is no run's; InputError if it is."""
-        path = folder_path("folder", folder)
-        if (path / "spec.toml").exists():
-            raise InputError(
-                f"folder = {str(folder)!r} is the directory of a run, which saves there itself:"
-                " give one of its own, or leave it out"
-            )
-        return path / "checkpoints"
-
     def _state(
         self, extra: Mapping[str, Any] | None, random: Generators | None
     ) -> dict[str, Array]:
@@ -344,7 +340,8 @@ class OwnRun:
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Carry out a part of a save; a failure ends the loop, or is only said (on_error)."""
         try:
-            action()
+            with self.world.status.doing("save"):
+                action()
         except SaveFailed as error:
             if self.spec.checkpoint.on_error == "stop":
                 raise
@@ -356,6 +353,7 @@ class OwnRun:
 
     def stepped(self, step: int, lr: float, result: StepResult) -> None:
         """Note a step that is done, and bring a save to its end that all ranks have written."""
+        self.world.status.at_step(step + 1)
         if self._claimed is None and self.spec.track.is_on:
             self._checkpoints()  # trackers have the lines of a run directory
         skipped = {"skipped": True} if result.bad else {}

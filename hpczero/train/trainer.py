@@ -152,7 +152,7 @@ class Trainer:
         began = time.perf_counter()
         communicated = self.world.ledger.seconds
         with trace.step(step + 1):
-            with trace.span("data"):
+            with self.world.doing("data"):
                 micro_batches, waited = prefetcher.next()
             lr = learning_rate(self.spec, step)
             self.engine.module.train()
@@ -178,7 +178,7 @@ class Trainer:
         validation = None
         if self._evaluates_after(step) and not asked:
             began = time.perf_counter()
-            with trace.span("evaluation"):
+            with self.world.doing("evaluation"):
                 validation, asked = self.evaluate(requests)
             metrics |= validation.facts() if validation else {}
             metrics["evaluation_seconds"] = time.perf_counter() - began
@@ -241,7 +241,7 @@ class Trainer:
         assert self.checkpoints
         ends = outcome.state != "running"
         began = time.perf_counter()
-        with self.world.trace.span("save"):
+        with self.world.doing("save"):
             self.checkpoints.begin(outcome.steps, ends)
         self._stalled = time.perf_counter() - began
         return self._conclude(outcome) if ends or not self.checkpoints.asynchronous else outcome
@@ -264,8 +264,9 @@ class Trainer:
         assert self.checkpoints
         reporter = self.reporter
         began = time.perf_counter()
-        run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
-        saved, not_removed = self.checkpoints.conclude()
+        with self.world.status.doing("save"):
+            run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
+            saved, not_removed = self.checkpoints.conclude()
         stalled = self._stalled + time.perf_counter() - began
         self.clock.saved(stalled)
         if self.deadline:

@@ -80,7 +80,8 @@ def test_a_rank_that_skips_a_collective_is_named_after_the_job_was_killed(tmp_pa
     assert data["stuck"]["ranks"] == [1]
     assert data["slow"] == []
     place = r"\w+.* \(number \d+ along \w+\)"
-    begin = r"Rank 1 on \S+ is behind: it has been in no operation for \d+ s\. For it ranks 0, 2 "
+    begin = r"Rank 1 on \S+ is behind in step 6: it has been in no operation for \d+ s\. "
+    begin += "For it ranks 0, 2 "
     assert re.match(begin + rf"waited for \d+ s in {place}\. ", said), said
     assert "(nothing new for 8 s on" in said
     assert "stacks of rank 1:" in said

@@ -18,7 +18,9 @@ from tests.support.json_values import json_values
 STARTED = {"77": [Operation(number, 5 * number, "all_reduce", 9, 1.5) for number in range(1, 41)]}
 WAITS = RankState(10, 20, 3, 12, 4.0, 2.5, "all_reduce (number 40 along data)", STARTED, "77", 40)
 COMPUTES = RankState(11, 20, 4, -1, 4.0, None, "")
-FILE = NodeFile(1e9, "asked", {0: replace(WAITS, axis="data"), 3: COMPUTES}, {3: "main"}, {3: "ok"})
+FILE = NodeFile(
+    1e9, "asked", {0: replace(WAITS, axis="data"), 3: COMPUTES}, {3: "main"}, {3: "ok"}, {3: 9}
+)
 
 
 def test_what_is_written_is_read_again_with_the_last_operations(tmp_path: Path) -> None:
@@ -90,7 +92,15 @@ def test_a_number_that_cannot_be_is_nothing(tmp_path: Path, name: str, value: ob
     assert (found == NOTHING) == (not allowed)
 
 
-@given(st.sampled_from(["at", "reason", "states", "stacks", "notes"]), json_values)
+@pytest.mark.parametrize("size", [-1, 1 << 60, 10**400, 1e999, "x", None, []])
+def test_a_size_that_cannot_be_is_nothing(tmp_path: Path, size: object) -> None:
+    (tmp_path / "f").write_text(json.dumps({**facts(), "resident": {"0": size}}))
+    assert read(tmp_path / "f") == NOTHING
+    (tmp_path / "f").write_text(json.dumps({**facts(), "resident": {"0": 5}}))
+    assert read(tmp_path / "f").resident == {0: 5}
+
+
+@given(st.sampled_from(["at", "reason", "states", "stacks", "notes", "resident"]), json_values)
 def test_any_value_in_the_file_raises_nothing(
     tmp_path_factory: pytest.TempPathFactory, name: str, value: object
 ) -> None:
@@ -122,6 +132,7 @@ def types_of(file: NodeFile) -> None:
         assert state.waited is None or abs(state.waited) < 1e13
         for operations in state.started.values():
             assert all(type(one.number) is int and type(one.label) is str for one in operations)
+    assert all(type(size) is int and 0 <= size < 1 << 60 for size in file.resident.values())
     for texts in (file.stacks, file.notes):
         assert all(isinstance(text, str) for text in texts.values())
 

@@ -1,0 +1,145 @@
+"""`hpczero top` beside a job of four ranks, from outside: ranks that compute, and one that stands
+still; nothing is written before somebody looks.
+"""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import hpczero, launch, started
+from tests.support.tiny_run import SPEC, command
+
+pytest.importorskip("torch", reason="training needs torch")
+pytest.importorskip("mpi4py", reason="training needs mpi4py")
+
+ENDLESS = (
+    *("--set", "train.steps=10000000", "--set", "train.precision=fp32"),
+    *("--set", "parallel.tensor=2", "--set", "train.global_batch=8"),
+    *("--set", "schedule.warmup_steps=0", "--set", "comm.timeout_s=3600"),
+)
+
+
+def poll(condition: Callable[[], Any], job: subprocess.Popen[bytes], seconds: float = 60) -> Any:
+    """Wait until it is true, while the job goes on; return what it then is."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    folder = tmp_path_factory.mktemp("top")
+    (folder / "spec.toml").write_text(SPEC)
+    with started(command(4, *ENDLESS), folder) as process:
+        run = folder / "runs" / "tiny"
+        poll(lambda: steps_of(run) > 5, process, 240)
+        yield process, run
+
+
+Job = tuple[subprocess.Popen[bytes], Path]
+
+
+def steps_of(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def seen(run: Path) -> dict[str, Any]:
+    said = launch(hpczero("top", str(run), "--once", "--json"), 60)
+    assert (said.code, said.err, said.left) == (0, "", [])
+    facts: dict[str, Any] = json.loads(said.out)
+    return facts
+
+
+def test_ranks_are_seen_from_outside_and_nothing_is_written_unasked(job: Job) -> None:
+    process, run = job
+    poll(lambda: (run / "watch" / "asked").exists(), process)
+    steps = steps_of(run)
+    poll(lambda: steps_of(run) > steps + 20, process)
+    assert [path.name for path in (run / "watch").iterdir()] == ["asked"]
+    facts = poll(lambda: (found := seen(run))["ranks"] and found, process)
+    assert facts["state"] == "running"
+    assert [one["rank"] for one in facts["ranks"]] == [0, 1, 2, 3]
+    usual = {"computing", "waiting", "loading data"}
+    assert {one["state"] for one in facts["ranks"]} <= usual, "each of them trains"
+    assert all(one["step"] > steps and one["resident"] > 1e7 for one in facts["ranks"])
+    assert all(one["axis"] for one in facts["ranks"] if one["state"] == "waiting")
+    words = launch(hpczero("top", str(run)), 60)
+    assert (words.code, words.err) == (0, ""), "without a terminal it is one frame"
+    assert words.out.startswith("tiny: running")
+    assert "4 ranks: seen " in words.out
+
+
+def test_a_rank_that_stands_still_is_named_also_if_it_was_the_one_to_write(job: Job) -> None:
+    process, run = job
+    poll(lambda: seen(run)["ranks"], process)
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    (ranks,) = (event["ranks"] for event in events if event["event"] == "start")
+    os.kill(ranks[0]["pid"], signal.SIGSTOP)
+    try:
+        facts = poll(
+            lambda: (found := seen(run)) and found["behind"] and found["ranks"] and found, process
+        )
+    finally:
+        os.kill(ranks[0]["pid"], signal.SIGCONT)
+    assert facts["behind"]["ranks"] == [0]
+    assert facts["behind"]["words"].startswith("Rank 0 on ")
+    assert "its process is stopped" in facts["behind"]["words"]
+    first, *others = facts["ranks"]
+    assert first["state"] == "stopped"
+    assert {one["state"] for one in others} == {"waiting"}
+    assert any(one["waits_for"] == [0] for one in others)
+    stopped_at = steps_of(run)
+    poll(lambda: steps_of(run) > stopped_at, process)
+
+
+def test_on_a_terminal_it_is_drawn_again_until_q_and_the_terminal_is_as_before(job: Job) -> None:
+    _, run = job
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 90, 0, 0))
+    before = termios.tcgetattr(theirs)
+    shown = start_on(theirs, hpczero("top", str(run), "--every", "0.5"))
+    written = b""
+    try:
+        while written.count(b"tiny: running") < 4:
+            assert select.select([ours], [], [], 60)[0], written
+            written += os.read(ours, 65536)
+        os.write(ours, b"q")
+        while not written.endswith(b"\x1b[?25h\x1b[?1049l"):
+            assert select.select([ours], [], [], 60)[0], written
+            written += os.read(ours, 65536)
+        assert shown.wait(60) == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        shown.kill()
+        shown.communicate()
+        os.close(ours)
+        os.close(theirs)
+    text = written.decode()
+    assert text.startswith("\x1b[?1049h\x1b[?25l\x1b[H")
+    frames = text.split("\x1b[H")[1:]
+    assert all(len(line) < 90 for line in re.split(r"\x1b\[K\r?\n", frames[-2]))
+    assert "last events" in frames[-2]
+
+
+def start_on(terminal: int, command: list[str]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"TERM": "xterm"}
+    return subprocess.Popen(
+        command, env=environment, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE
+    )
