@@ -1,4 +1,4 @@
-"""Seconds of each rank, gathered every `train.log_every` steps into `<run>/rank_times`.
+"""Seconds of each rank, gathered every `train.log_every` steps into `<run>/rank_times`; energy.
 
 A step's seconds are those in which the rank waited for others, waited for data, and computed. Of
 computing the main thread's processor time is kept, too, and of the step the time in which it could
@@ -15,12 +15,13 @@ from hpczero import safe_files
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.runs import rank_times
+from hpczero.train.energy_meter import EnergyMeter
 
 _SCHEDULE = "/proc/thread-self/schedstat"  # ns on a processor, ns waiting for one, turns
 
 
 class RankClock:
-    """On every rank; `flush` is collective, and `step` is on every `every`-th step."""
+    """On every rank; all is collective but `begin` and `saved`, `step` on every `every`-th step."""
 
     def __init__(
         self, world: World, every: int, run: Path | None, warn: Callable[[str], None]
@@ -33,6 +34,7 @@ class RankClock:
         self._every = every
         self._run = run
         self._warn = warn
+        self._energy = EnergyMeter(world, run, warn)
         self._schedule = _opened(_SCHEDULE)
         self._file: int | None = None
         self._written = 0  # bytes
@@ -67,7 +69,7 @@ class RankClock:
         self._sums["save"] += seconds
 
     def flush(self) -> None:
-        """Write a row of the steps since the last one, if there were any."""
+        """Write a row of the steps since the last one, if there were any, and their energy."""
         if not self._last:
             return
         of_ranks = self._world.gather_objects([round(s, 6) for s in self._sums.values()])
@@ -80,6 +82,7 @@ class RankClock:
                 why = error.strerror if isinstance(error, OSError) else error
                 self._warn(f"times of ranks are not written any more: {where}: {why}")
                 self._run = None
+        self._energy.note()
         self._begin_row()
 
     def _write(self, run: Path, of_ranks: Sequence[Sequence[float]]) -> None:
@@ -93,6 +96,7 @@ class RankClock:
         self._written += len(content)
 
     def close(self) -> None:
+        self._energy.close()
         for file in (self._file, self._schedule):
             if file is not None:
                 os.close(file)

@@ -24,6 +24,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
+from hpczero.runs import energy
 from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -35,6 +36,7 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
 from hpczero.train.memory_account import MemoryAccount, expect
 from hpczero.train.mixed_data import as_recorded, identity_of_data, refuse_early_end
+from hpczero.train.rank_clock import RankClock
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.run_report import (
@@ -164,6 +166,7 @@ def _carry_out(
     """Build the engine, train, and return the outcome and the summary. Collective."""
     spec, world, grid = job.spec, job.world, job.grid
     report_start(job, reporter)
+    clock = _clock(job, reporter)
     batches = Batches(spec, job.source, grid.coordinate(world.rank, "data"), grid.size("data"))
     tracing = Tracing(spec, world, grid) if spec.train.trace else None
     meter = _Meter(job)
@@ -187,7 +190,7 @@ def _carry_out(
     batches = replace(batches, source=source)
     standing = partial(_standing, runner, checkpoints, world)
     account = MemoryAccount(world, engine, meter.expected, standing)
-    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account)
+    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account, clock)
     meter.start()
     outcome = trainer.train(first)
     measured = meter.stop(standing(), account.most)
@@ -202,12 +205,31 @@ def _carry_out(
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
     summary |= {"trace": trace} if trace else {}
     if reporter:
-        summary["fullest"] = fullest(reporter.directory.fullest)
-        booked = goodput_in(reporter.directory.path)
-        summary["goodput"] = booked.as_data() if booked else None
+        summary |= _as_noted(reporter.directory, summary["tokens"])
         summary["step"] = measured_step(reporter.directory.step_seconds, predicted)
         report_end(reporter, outcome, summary)
     return outcome, summary
+
+
+def _as_noted(directory: RunDirectory, tokens: int) -> dict[str, Any]:
+    """Return what the lines of the run's directory say of it."""
+    booked = goodput_in(directory.path)
+    return {
+        "fullest": fullest(directory.fullest),
+        "goodput": booked.as_data() if booked else None,
+        "energy": energy.read(directory.path).as_data(tokens),
+    }
+
+
+def _clock(job: TrainingJob, reporter: Reporter | None) -> RankClock:
+    """Return the clock, which measures energy from now on. Collective."""
+
+    def warn(what: str) -> None:
+        if reporter:
+            reporter.event("WARN", what=what)
+
+    folder = reporter.directory.path if reporter else None
+    return RankClock(job.world, job.spec.train.log_every, folder, warn)
 
 
 def _identity(job: TrainingJob) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from hpczero import env
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.planner.allocation import Allocation
@@ -32,9 +33,8 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
     reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
     packages = setup.packages()
     began = setup.process_began()
-    directory.event(
-        "start", began=began, ranks=ranks, packages=packages, git=setup.git_state(), mpi=mpi
-    )
+    facts = {"packages": packages, "git": setup.git_state(), "mpi": mpi}
+    directory.event("start", began=began, ranks=ranks, job=env.batch_job(), **facts)
     if job.user_model:
         memory = f"the memory that {job.spec.model.family} needs"
         if job.layers:
