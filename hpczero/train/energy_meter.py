@@ -22,7 +22,7 @@ _EVERY = 5.0  # seconds between two lines, at least
 
 
 class EnergyMeter:
-    """On every rank; collective. Where there is no counter at all, nothing is done from then on."""
+    """On every rank; collective but for `close`. Without any counter nothing is done any more."""
 
     def __init__(self, world: World, run: Path | None, warn: Callable[[str], None]) -> None:
         """`run`: the run's directory on rank 0, None elsewhere.
@@ -103,8 +103,6 @@ class EnergyMeter:
         self._written = now
 
     def close(self) -> None:
-        """Write the last line."""
-        self.note(at_end=True)
         if self._rapl:
             self._rapl.close()
         self._rapl = self._gpu = None

@@ -1,4 +1,4 @@
-"""Seconds of each rank, gathered every `train.log_every` steps into `<run>/rank_times`; energy.
+"""Seconds of each rank, gathered every `train.log_every` steps into `<run>/rank_times`.
 
 A step's seconds are those in which the rank waited for others, waited for data, and computed. Of
 computing the main thread's processor time is kept, too, and of the step the time in which it could
@@ -21,12 +21,17 @@ _SCHEDULE = "/proc/thread-self/schedstat"  # ns on a processor, ns waiting for o
 
 
 class RankClock:
-    """On every rank; all is collective but `begin` and `saved`, `step` on every `every`-th step."""
+    """On every rank; `flush` is collective, and `step` is on every `every`-th step."""
 
     def __init__(
-        self, world: World, every: int, run: Path | None, warn: Callable[[str], None]
+        self,
+        world: World,
+        every: int,
+        run: Path | None,
+        warn: Callable[[str], None],
+        energy: EnergyMeter | None = None,
     ) -> None:
-        """`run`: the run's directory on rank 0, None elsewhere.
+        """`run`: the run's directory on rank 0, None elsewhere. `energy` is noted along with rows.
 
         Where a row cannot be written the run is warned, once, and goes on without.
         """
@@ -34,7 +39,7 @@ class RankClock:
         self._every = every
         self._run = run
         self._warn = warn
-        self._energy = EnergyMeter(world, run, warn)
+        self._energy = energy
         self._schedule = _opened(_SCHEDULE)
         self._file: int | None = None
         self._written = 0  # bytes
@@ -68,10 +73,14 @@ class RankClock:
         """Count seconds in which training stood still for a checkpoint."""
         self._sums["save"] += seconds
 
-    def flush(self) -> None:
+    def flush(self, at_end: bool = False) -> None:
         """Write a row of the steps since the last one, if there were any, and their energy."""
-        if not self._last:
-            return
+        if self._last:
+            self._flush()
+        if self._energy:
+            self._energy.note(at_end)
+
+    def _flush(self) -> None:
         of_ranks = self._world.gather_objects([round(s, 6) for s in self._sums.values()])
         # a folder that was removed is restored by its other writers, with a spec
         if of_ranks is not None and self._run and self._run.is_dir():
@@ -82,7 +91,6 @@ class RankClock:
                 why = error.strerror if isinstance(error, OSError) else error
                 self._warn(f"times of ranks are not written any more: {where}: {why}")
                 self._run = None
-        self._energy.note()
         self._begin_row()
 
     def _write(self, run: Path, of_ranks: Sequence[Sequence[float]]) -> None:
@@ -96,7 +104,8 @@ class RankClock:
         self._written += len(content)
 
     def close(self) -> None:
-        self._energy.close()
+        if self._energy:
+            self._energy.close()
         for file in (self._file, self._schedule):
             if file is not None:
                 os.close(file)

@@ -24,8 +24,6 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
-from hpczero.runs import energy
-from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
@@ -34,12 +32,14 @@ from hpczero.train import preflight, process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
+from hpczero.train.energy_meter import EnergyMeter
 from hpczero.train.memory_account import MemoryAccount, expect
 from hpczero.train.mixed_data import as_recorded, identity_of_data, refuse_early_end
 from hpczero.train.rank_clock import RankClock
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.run_report import (
+    as_noted,
     report_end,
     report_layout,
     report_start,
@@ -51,7 +51,6 @@ from hpczero.train.summary import (
     LastJob,
     closing_words,
     ending_words,
-    fullest,
     kernels_of_ranks,
     measured_step,
     of_run,
@@ -205,20 +204,10 @@ def _carry_out(
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
     summary |= {"trace": trace} if trace else {}
     if reporter:
-        summary |= _as_noted(reporter.directory, summary["tokens"])
+        summary |= as_noted(reporter.directory, summary["tokens"])
         summary["step"] = measured_step(reporter.directory.step_seconds, predicted)
         report_end(reporter, outcome, summary)
     return outcome, summary
-
-
-def _as_noted(directory: RunDirectory, tokens: int) -> dict[str, Any]:
-    """Return what the lines of the run's directory say of it."""
-    booked = goodput_in(directory.path)
-    return {
-        "fullest": fullest(directory.fullest),
-        "goodput": booked.as_data() if booked else None,
-        "energy": energy.read(directory.path).as_data(tokens),
-    }
 
 
 def _clock(job: TrainingJob, reporter: Reporter | None) -> RankClock:
@@ -229,7 +218,8 @@ def _clock(job: TrainingJob, reporter: Reporter | None) -> RankClock:
             reporter.event("WARN", what=what)
 
     folder = reporter.directory.path if reporter else None
-    return RankClock(job.world, job.spec.train.log_every, folder, warn)
+    meter = EnergyMeter(job.world, folder, warn)
+    return RankClock(job.world, job.spec.train.log_every, folder, warn, meter)
 
 
 def _identity(job: TrainingJob) -> dict[str, str]:

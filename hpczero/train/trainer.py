@@ -118,7 +118,7 @@ class Trainer:
                         break
             finally:
                 prefetcher.close()
-        self.clock.flush()
+        self.clock.flush(at_end=True)
         self.clock.close()
         self.engine.wait_for_weights()
         return outcome
