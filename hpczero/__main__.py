@@ -2,6 +2,6 @@
 
 import sys
 
-from hpczero.cli import main
+from hpczero.cli import program
 
-sys.exit(main())
+sys.exit(program())

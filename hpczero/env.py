@@ -85,6 +85,11 @@ def for_trackers() -> None:
     }
 
 
+def has_loaded_tools() -> bool:
+    """Return True if libraries are loaded beside the program, as profilers are."""
+    return any(map(variable, ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH")))
+
+
 def tells_malloc() -> bool:
     """Return True if the environment configures glibc's malloc."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
@@ -133,6 +138,11 @@ def launched_tasks() -> dict[str, tuple[int, int]]:
         if rank.isdigit() and size.isdigit():
             tasks[launcher] = (int(rank), int(size))
     return tasks
+
+
+def powercap() -> Path:
+    """Return the folder of the kernel's energy counters: $HPCZERO_POWERCAP, else that of Linux."""
+    return Path(variable("HPCZERO_POWERCAP") or "/sys/class/powercap")
 
 
 def forced_kernels() -> str:

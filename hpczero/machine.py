@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -24,6 +25,18 @@ ROOT = Path("/")
 def boot_identity(root: Path = ROOT) -> str:
     """Return the identity of the running kernel: equal in all its containers, unique elsewhere."""
     return _text(root / "proc/sys/kernel/random/boot_id").strip()
+
+
+def process_began(root: Path = ROOT) -> float:
+    """Return when this process was started, in seconds since 1970; now, if that is unknown.
+
+    The kernel counts from its own start, which `psutil` knows to the second alone.
+    """
+    fields = _text(root / "proc/self/stat").rpartition(")")[2].split()
+    if len(fields) < 20 or not fields[19].isdigit():
+        return time.time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age)
 
 
 # The kernel's file locks on these reach every process that can see the files.

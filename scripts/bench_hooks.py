@@ -11,6 +11,7 @@ its own, as Python's lock lets one of them compute at a time. The goal is at mos
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda"), str(ROOT / "scripts")]
 from hpczero.comm import live  # noqa: E402
 from hpczero.comm.live import Live, Onlooker  # noqa: E402
 from hpczero.comm.status import SLOT, Signature, Status  # noqa: E402
+from hpczero.comm.world import World  # noqa: E402
 from hpczero.safe_files import make_folders  # noqa: E402
 from hpczero.spec.load import load  # noqa: E402
 from hpczero.spec.schema import Spec  # noqa: E402
@@ -37,6 +39,8 @@ from hpczero.track import tracking  # noqa: E402
 from hpczero.track.item import Item  # noqa: E402
 from hpczero.track.tensorboard_files import TensorBoard  # noqa: E402
 from hpczero.track.tracking import Tracking  # noqa: E402
+from hpczero.train.energy_counters import Rapl  # noqa: E402
+from hpczero.train.rank_clock import RankClock  # noqa: E402
 
 GOAL = 0.01
 RANKS_OF_NODE, GROUPS_OF_RANK = 8, 5
@@ -182,11 +186,38 @@ def _look(
     return look_and_write if asks else look
 
 
-FAMILIES = (
-    of_trackers,
-    of_tensorboard,
-    of_states,
-)  # a family of hooks yields them, and ends what it began
+@contextmanager
+def of_rank_clock(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
+    """Yield the clock of a rank; a row of some steps is gathered (of one rank) and written."""
+    numbers = itertools.count(1)
+    with World.start() as world:
+        clock = RankClock(world, spec.train.log_every, folder, print)
+
+        def step() -> None:
+            clock.begin()
+            clock.step(next(numbers), 0.2, 0.01, 0.001)
+
+        yield [Hook(f"times: a step, and a row in {spec.train.log_every} steps", step)]
+        clock.close()
+
+
+@contextmanager
+def of_energy(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
+    """Yield a reading of two processors with memory, from files as the kernel's."""
+    root = folder / "powercap"
+    for zone, name in (("0", "package-0"), ("0:0", "dram"), ("1", "package-1"), ("1:0", "dram")):
+        path = root / f"intel-rapl:{zone}"
+        path.mkdir(parents=True)
+        for file, content in (("name", name), ("max_energy_range_uj", "262143328850")):
+            (path / file).write_text(content)
+        (path / "energy_uj").write_text("123456789")
+    rapl = Rapl(root)
+    yield [Hook("energy: RAPL of two processors", rapl.joules, 1 / spec.train.log_every, 5_000)]
+    rapl.close()
+
+
+# a family of hooks yields them, and ends what it began
+FAMILIES = (of_trackers, of_tensorboard, of_states, of_rank_clock, of_energy)
 
 
 def step_seconds(path: Path, ranks: int, steps: int, folder: Path) -> float:

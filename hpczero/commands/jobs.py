@@ -18,6 +18,7 @@ from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_by_scheduler
 from hpczero.batch.submit_sweep import folder_of
 from hpczero.errors import HpczeroError, InputError
+from hpczero.runs import energy
 from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load, load_sweep
 from hpczero.text import (
@@ -280,17 +281,21 @@ def _in_full(progress: Progress) -> list[str]:
 
 
 def _goodput(run: Path) -> list[str]:
-    """Say what the time of the run's ranks went into, if that is known and soon found out."""
+    """Say what the run's time and energy went into, if that is known and soon found out."""
     try:
         booked = goodput_in(run)
     except InputError:
         return []
     if booked is None or booked.share is None:
         return []
+    waited = "" if booked.queued is None else f"; {format_duration(booked.queued)} in the queue"
     parts = sorted(booked.of_kind.items(), key=lambda part: -part[1])
-    shares = [(kind, seconds / booked.allocated) for kind, seconds in parts if kind != "queue"]
+    shares = [(kind, seconds / booked.allocated) for kind, seconds in parts]
     words = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
-    return [f"  goodput     {booked.share:.0%} of its ranks' time trained: {words}"]
+    return [
+        f"  goodput     {booked.share:.0%} of its ranks' time trained: {words}{waited}",
+        f"  energy      {energy.read(run).words(booked.tokens)}",
+    ]
 
 
 def _bytes_below(run: Path) -> int:

@@ -18,9 +18,10 @@ from hpczero.report import (
     traces,
 )
 from hpczero.report.contents import Chapter, Report, Section, Text
-from hpczero.runs import rank_times
+from hpczero.runs import energy, rank_times
+from hpczero.runs.allocations import allocations
 from hpczero.runs.columns import number
-from hpczero.runs.goodput import goodput
+from hpczero.runs.goodput import Goodput, goodput
 from hpczero.runs.record import Run
 from hpczero.text import format_duration, format_loss, format_number, printable
 
@@ -46,7 +47,7 @@ def chapter_of(run: Run, points: int) -> Chapter:
         (pipeline.TITLE, lambda: _pipeline(run)),
         ("What did it hold in memory?", lambda: memory.section(run)),
         (layout.TITLE, lambda: _layout(run)),
-        ("What happened when?", lambda: course.section(run, booked(run))),
+        ("What happened when?", lambda: _course(run)),
         ("What was it told?", lambda: settings.spec_section(run)),
         ("Events", lambda: settings.events_section(run)),
         ("Where did it run?", lambda: settings.environment_section(run)),
@@ -55,10 +56,35 @@ def chapter_of(run: Run, points: int) -> Chapter:
     return Chapter(printable(run.name), dict(facts(run)), sections)
 
 
-def booked(run: Run) -> dict[str, float]:
-    """Return the rank-seconds of the run by kind, without those of which there are none."""
-    found = goodput(run, rank_times.read(run.path)).of_kind
-    return {name: seconds for name, seconds in found.items() if 0 < seconds < 1e18}
+def _course(run: Run) -> Section:
+    found = booked(run)
+    parts = {name: seconds for name, seconds in found.of_kind.items() if 0 < seconds < 1e18}
+    return course.section(run, parts, cost(run, found))
+
+
+def booked(run: Run) -> Goodput:
+    return goodput(run, rank_times.read(run.path), allocations(run.path))
+
+
+def cost(run: Run, found: Goodput) -> list[list[str]]:
+    """Return what the run had and took, in words: rows of a table."""
+    if not 0 < found.allocated < 1e18:
+        return []
+    used = energy.read(run.path)
+    each = used.a_thousand_tokens(found.tokens)
+    queued = "not known" if found.queued is None else format_duration(found.queued)
+    rows = [
+        ["time of all ranks", f"{found.allocated / 3600:,.4g} rank-hours"],
+        ["of it trained", f"{found.share or 0.0:.1%}"],
+        ["in the queue", queued],
+    ]
+    if used.joules is not None:
+        rows.append(["energy", f"{used.joules:,.6g} J = {used.joules / 3.6e6:,.4g} kWh"])
+        rows.append(["of it processors, GPUs", f"{used.processors:,.6g} J, {used.gpus:,.6g} J"])
+        rows += [["energy of 1,000 tokens", f"{each:,.4g} J"]] if each else []
+    if used.missing:
+        rows.append(["energy that is not measured", used.missing])
+    return rows
 
 
 def _pipeline(run: Run) -> Section:

@@ -1,6 +1,6 @@
 """Figures of a run's course over the clock: jobs, checkpoints, restarts; and its goodput (pure)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 
 from hpczero.report.bars import rows_of_spans, stacked_bar
@@ -21,9 +21,16 @@ _COLOURS = {
 }
 
 
-def section(run: Run, booked: Mapping[str, float] | None = None) -> Section:
-    """`booked`: seconds of all ranks by what they went to, as goodput has them."""
+def section(
+    run: Run, booked: Mapping[str, float] | None = None, cost: Sequence[Sequence[str]] = ()
+) -> Section:
+    """`booked`: seconds of all ranks by what they went to, as goodput has them.
+
+    `cost`: rows of a table of what the run had and took.
+    """
     blocks: list[Block] = [*_figures(run, booked or {})]
+    if cost:
+        blocks.append(Table("What it cost", ["what", "how much"], cost))
     if run.jobs:
         blocks.append(_jobs(run))
     saved = run.events_named("save")

@@ -1,25 +1,28 @@
 """A run's time, by what it went into: every second of every rank is booked once (pure).
 
-The time of a job is from the start of its processes to its last sign of life. What a rank computed
-or waited for is the mean over ranks where `rank_times` has it, else rank 0's.
+The time of a job is from the start of its processes to its last sign of life; where the batch
+system started it, that of the job's script. What a rank computed or waited for is the mean over
+ranks where `rank_times` has it, else rank 0's.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 import numpy as np
 
 from hpczero.runs import rank_times
+from hpczero.runs.allocations import Allocation, allocations, seconds_in_queue
 from hpczero.runs.columns import TIME, Numbers, number, seconds_of
 from hpczero.runs.rank_times import RankTimes
 from hpczero.runs.record import Job, Run, read_run
 
-# lost: steps that were computed, and again after the next start; other: between all of these
+# lost: steps that were computed, and again after the next start; ending: after the last step and
+# save; idle: all that is none of these, between steps and after the last one of a job that died
 KINDS = (
     *("computing", "communication", "data", "evaluation", "saving"),
-    *("start", "restart", "lost", "other", "queue"),
+    *("start", "restart", "lost", "ending", "idle"),
 )
 USEFUL = ("computing", "communication", "data", "evaluation")
 _MOST = 100_000_000  # bytes of metrics: some 300,000 steps
@@ -34,13 +37,19 @@ _OF_RANKS = {"computing": "compute", "communication": "wait", "data": "data"}
 
 @dataclass(frozen=True)
 class Goodput:
-    """Rank-seconds by kind; all but "queue" add up to those that the jobs had."""
+    """Rank-seconds by kind, which add up to those that the jobs had.
+
+    `queued`: seconds that the run waited for its jobs to begin, beside these; None: not known.
+    `tokens`: of the steps that count.
+    """
 
     of_kind: Mapping[str, float]
+    queued: float | None = None
+    tokens: float = 0.0
 
     @property
     def allocated(self) -> float:
-        return sum(seconds for kind, seconds in self.of_kind.items() if kind != "queue")
+        return sum(self.of_kind.values())
 
     @property
     def share(self) -> float | None:
@@ -49,18 +58,17 @@ class Goodput:
         return useful / self.allocated if self.allocated > 0 else None
 
     def as_data(self) -> dict[str, float | None]:
-        return {**self.of_kind, "allocated": self.allocated, "share": self.share}
+        booked = {**self.of_kind, "allocated": self.allocated, "share": self.share}
+        return booked | {"queue": self.queued}
 
 
-def goodput(run: Run, times: Sequence[RankTimes] = (), queued: float = 0.0) -> Goodput:
-    """Book the time of all jobs; `queued`: seconds that they waited in a queue, each for itself."""
+def goodput(run: Run, times: Sequence[RankTimes] = (), had: Sequence[Allocation] = ()) -> Goodput:
+    """Book the time of all jobs; `had`: what the batch system gave them."""
     sums = dict.fromkeys(KINDS, 0.0)
-    jobs = run.jobs
-    for job in jobs:
-        for kind, seconds in _of_job(run, job, times).items():
-            sums[kind] += seconds * _ranks(job)
-    sums["queue"] = queued * max(map(_ranks, jobs), default=1)
-    return Goodput(sums)
+    for job, (began, ended) in zip(run.jobs, _bounds(run.jobs, had), strict=True):
+        for kind, seconds in _of_job(run, job, times, began, ended).items():
+            sums[kind] += seconds * max(1, len(job.ranks))
+    return Goodput(sums, seconds_in_queue(run, had), _sum(run.metrics["tokens"]))
 
 
 def goodput_in(path: Path) -> Goodput | None:
@@ -69,20 +77,44 @@ def goodput_in(path: Path) -> Goodput | None:
         size = (path / "metrics.jsonl").stat().st_size
     except OSError:
         size = 0
-    return goodput(read_run(path), rank_times.read(path)) if size <= _MOST else None
+    if size > _MOST:
+        return None
+    return goodput(read_run(path), rank_times.read(path), allocations(path))
 
 
-def _ranks(job: Job) -> int:
-    return max(1, len(job.ranks))
+def _bounds(jobs: Sequence[Job], had: Sequence[Allocation]) -> list[tuple[float, float]]:
+    """Return begin and end of each job; several that the batch system started as one join on."""
+    bounds = []
+    for job in jobs:
+        began = seconds_of(job.start.get("began"))
+        began = min(began, job.began) if isfinite(began) else job.began
+        known = isfinite(began) and isfinite(job.ended)
+        bounds.append((began, max(began, job.ended)) if known else (0.0, 0.0))
+    for at_one, one in enumerate(had):
+        until = had[at_one + 1].began if at_one + 1 < len(had) else inf
+        inside = [
+            at
+            for at, job in enumerate(jobs)
+            if job.start.get("job") == one.job and one.began <= job.began < min(one.ended, until)
+        ]
+        if not inside:
+            continue
+        last = inside[-1]
+        joints = [one.began, *(bounds[at][1] for at in inside)]
+        for at, begin in zip(inside, joints, strict=False):
+            bounds[at] = min(begin, bounds[at][0]), bounds[at][1]
+        if isfinite(one.ended):
+            bounds[last] = bounds[last][0], max(bounds[last][1], one.ended)
+    return bounds
 
 
-def _of_job(run: Run, job: Job, times: Sequence[RankTimes]) -> dict[str, float]:
+def _of_job(
+    run: Run, job: Job, times: Sequence[RankTimes], began: float, ended: float
+) -> dict[str, float]:
     """Return a rank's seconds by kind; where clocks differ, no more than the job had."""
     metrics = run.metrics
     own = (metrics[TIME] >= job.began) & (metrics[TIME] <= job.ended)
-    began = seconds_of(job.start.get("began"))
-    began = min(began, job.began) if isfinite(began) else job.began
-    whole = max(0.0, job.ended - began)
+    whole = ended - began
     found = {kind: _sum(metrics[name][own]) for kind, name in _OF_STEPS.items()}
     found = _of_mean_rank(found, metrics["step"][own], times)
     evaluations = _sum(metrics["evaluation_seconds"][own])
@@ -92,24 +124,36 @@ def _of_job(run: Run, job: Job, times: Sequence[RankTimes]) -> dict[str, float]:
         if job.began <= seconds_of(event.get(TIME)) <= job.ended
     ]
     start = "restart" if job.number > 1 else "start"
+    first = _first_step(job, run)
     booked = found | {
         "evaluation": evaluations,
         "saving": _sum(np.array(saves)),
         "lost": job.lost,
-        start: min(whole, max(0.0, _first_step(job, run) - began)),
+        start: min(whole, max(0.0, (ended if first is None else first) - began)),
+        "ending": 0.0 if first is None else ended - _last_work(job, run),
     }
     total = sum(booked.values())
     if total > whole:
         booked = {kind: seconds / total * whole for kind, seconds in booked.items()}
-    return booked | {"other": max(0.0, whole - total)}
+    return booked | {"idle": max(0.0, whole - total)}
 
 
-def _first_step(job: Job, run: Run) -> float:
-    """Return when the first step of a job began; its end if it made none."""
+def _last_work(job: Job, run: Run) -> float:
+    """Return when a job that came to its end had done its last step and save; else its end."""
+    if not job.state:
+        return job.ended
+    times = run.metrics[TIME]
+    saves = [seconds_of(event.get(TIME)) for event in run.events_named("first", "save")]
+    moments = [*times[(times >= job.began) & (times <= job.ended)].tolist(), *saves]
+    return max((one for one in moments if job.began <= one <= job.ended), default=job.ended)
+
+
+def _first_step(job: Job, run: Run) -> float | None:
+    """Return when the first step of a job began; None if it made none."""
     first = run.events_named("first")
     its_own = [event for event in first if job.began <= seconds_of(event.get(TIME)) <= job.ended]
     if not its_own:
-        return job.ended
+        return None
     event = its_own[0]
     line = np.flatnonzero(run.metrics["step"] == number(event.get("step")))
     evaluated = run.metrics["evaluation_seconds"][line[0]] if len(line) else 0.0

@@ -84,7 +84,8 @@ def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
                     f" hpczero.data.batches again, for those from step {engine.steps} on"
                 )
             with engine.run.world.status.doing("data"):
-                micro_batches, _ = prefetcher.next()
+                micro_batches, waited = prefetcher.next()
+            engine.run.clock.waited_for_data(waited)
             yield _on_device(micro_batches, engine)
     finally:
         prefetcher.close()

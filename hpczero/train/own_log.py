@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpczero import env
 from hpczero.checkpoint.save import Saved
 from hpczero.errors import HpczeroError
 from hpczero.train import setup
 from hpczero.train.run_directory import RunDirectory
-from hpczero.train.summary import fullest
+from hpczero.train.run_report import as_noted
+from hpczero.train.summary import Earlier
 
 
 class OwnLog:
@@ -23,7 +25,8 @@ class OwnLog:
         self._goes_on = goes_on
         self._has_said = False  # that something cannot be written
         self._trims = True  # the next step's line goes behind those of the steps before it
-        self._began = self._stepped = time.monotonic()
+        self._is_first = True  # the next line
+        self._began = time.monotonic()
 
     @property
     def path(self) -> Path | None:
@@ -41,10 +44,21 @@ class OwnLog:
         """Write the event of a start; `ranks`: where each of them is."""
         if self.directory:
             facts = {"packages": setup.packages(), "git": setup.git_state(), "loop": "own"}
-            self.event("start", began=setup.process_began(), ranks=ranks, **facts)
+            where = {"ranks": ranks, "job": env.batch_job()}
+            self.event("start", began=setup.process_began(), **where, **facts)
 
-    def saved(self, saved: Saved) -> None:
-        facts = {"bytes": saved.size, "seconds": saved.seconds}
+    def resumed(self, step: int, path: str, **changed: str) -> None:
+        """Say from which step the loop goes on; steps behind it that had been done are lost."""
+        kept: list[Earlier] = []
+        self._write(lambda directory: kept.append(directory.keep_metrics_before(step + 1)))
+        self._trims = False
+        lost = kept[0].lost if kept else {}
+        if path or lost:
+            self.event("resume", step=step, path=path, **changed, **lost)
+
+    def saved(self, saved: Saved, stalled: float) -> None:
+        """`stalled`: seconds in which the loop stood still for it."""
+        facts = {"bytes": saved.size, "seconds": saved.seconds, "stalled": stalled}
         self.event("save", step=saved.step, path=str(saved.path), **facts)
 
     def go_on_from_another_step(self) -> None:
@@ -59,15 +73,14 @@ class OwnLog:
         is_claimed: bool,
     ) -> None:
         """Write the line of a step, and that of its memory, if there is a directory by now."""
-        now = time.monotonic()
-        line = {"step": step, **values, "step_seconds": now - self._stepped}
-        self._stepped = now
         if not is_claimed:
             return
         if self._trims:
-            self._write(lambda directory: directory.keep_metrics_before(step))
-        self._trims = False
-        self._write(lambda directory: directory.metrics(line))
+            self.resumed(step - 1, "")
+        self._write(lambda directory: directory.metrics({"step": step, **values}))
+        if self._is_first:
+            self._is_first = False
+            self.event("first", step=step, seconds=values["step_seconds"])
         if memory:
             self._write(lambda directory: directory.memory(memory))
 
@@ -80,7 +93,7 @@ class OwnLog:
         summary = {"state": state, "reason": reason, "steps": step, "final_loss": None}
         summary |= {"ranks": ranks, "wall_seconds": seconds}
         if self.directory:
-            summary["fullest"] = fullest(self.directory.fullest)
+            summary |= as_noted(self.directory)
         try:
             self._write(lambda directory: directory.summary(summary))
             self.event("stop", state=state, step=step, reason=reason)

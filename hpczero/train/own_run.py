@@ -4,14 +4,11 @@ The directory is claimed when the loop first asks for something that lies there.
 behind the loop is brought to its end at the first step boundary after all ranks have written.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hpczero import env
@@ -39,25 +36,15 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState, Position
 from hpczero.train.memory_account import Expected, MemoryAccount
 from hpczero.train.mixed_data import continued_loop, samples_in_step
+from hpczero.train.own_clock import OwnClock
 from hpczero.train.own_log import OwnLog
+from hpczero.train.own_state import NOTHING, Values, digest_of, packed_loop
 from hpczero.train.process import Deadline, StopRequests
-from hpczero.train.rank_states import Generators, by_name, refuse_unknown
+from hpczero.train.rank_states import Generators, refuse_unknown
 from hpczero.train.restored_loop import RestoredLoop
 from hpczero.train.resume import Loaded, look_ahead, other_tokens
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.saved_states import saved_elements
-
-
-@dataclass(frozen=True)
-class _Values:
-    """The values of a save: equal ones need no second save. The digest is rank 0's."""
-
-    step: int
-    digest: bytes
-    changes: int
-
-
-_NOTHING = _Values(-1, b"", 0)
 
 
 class OwnRun:
@@ -70,14 +57,15 @@ class OwnRun:
         self.world = world
         self.grid = grid
         self.engine = engine
-        self._saved = _NOTHING  # by the last save of this run, or loaded since
+        self._saved = NOTHING  # by the last save of this run, or loaded since
         self._begins: tuple[int, Path | None] | None = (0, None)  # until the first save, at most
-        self._saving = _NOTHING
+        self._saving = NOTHING
         self._whole = True  # no load has failed since the last one that did not
         self._read: dict[str, str] = {}  # what data the loop reads, as a run's identity
         self._resumed: Mapping[str, str] = {}  # what data the loop had read before
         self._goes_on = 0, 0  # after so many steps, of so many samples (0: as many as now)
         self._log = OwnLog(world.rank == 0, spec.checkpoint.on_error == "continue")
+        self.clock = OwnClock(world, spec.train.log_every)
         self._claimed: Checkpoints | None = None
         self._requests: StopRequests | None = None
         self._listening = ExitStack()  # to requests
@@ -107,6 +95,7 @@ class OwnRun:
             )
             self.world.watch_in(run_directory.path_of(spec) / node_file.FOLDER)
             self._log.start(setup.places_of_ranks(self.world))
+            self.clock.open(self._log.path, self._log.warn)
             copies = WIDTH * saved_elements(self.engine)
             behind = spec.checkpoint.asynchronous
             if behind and not preflight.has_room(self.world, copies):
@@ -133,10 +122,11 @@ class OwnRun:
         for warning in resumed.warnings:
             self._log.warn(warning)
         self._begins = None
+        changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
+        self._log.resumed(resumed.step, str(resumed.path or ""), **changed)
+        self.clock.begin_anew()
         if resumed.path is None or resumed.loaded is None:
             return Position()
-        changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-        self._log.event("resume", step=resumed.step, path=str(resumed.path), **changed)
         return self._taken(checkpoints, resumed.loaded, resumed.step, resumed.path, generators)
 
     def load(self, path: str | Path, only_weights: bool, random: Generators | None) -> Position:
@@ -168,7 +158,7 @@ class OwnRun:
 
     def _restore_follows(self, loop: LoopState, generators: Generators) -> None:
         refuse_unknown(generators, loop.generators)
-        self._saved = _NOTHING
+        self._saved = NOTHING
         self._whole = False
 
     @contextmanager
@@ -197,6 +187,7 @@ class OwnRun:
         for warning in restored.take_over(generators):
             self._log.warn(warning)
         self._whole = True
+        self.clock.begin_anew()
         if path.parent == self._folder and not loaded.weights_only:
             self._saved = self._values(step, loaded.loop.packed())
         return Position(step, loaded.loop.extra, path)
@@ -237,8 +228,9 @@ class OwnRun:
             return
         elsewhere = self._in_folder(self.world.run_on_all(lambda: folder_of_no_run(folder)))
         state = self._state(extra, random)
-        if self._attempt(lambda: elsewhere.begin(step, True, state)):
-            self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
+        with self.clock.standing():
+            if self._attempt(lambda: elsewhere.begin(step, True, state)):
+                self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
 
     def save_at_end(
         self, step: int, extra: Mapping[str, Any] | None, random: Generators | None
@@ -251,7 +243,7 @@ class OwnRun:
 
     def _save(
         self, checkpoints: Checkpoints, step: int, state: Mapping[str, Array], waits: bool
-    ) -> _Values:
+    ) -> Values:
         """Save these values, unless they are saved; behind the loop, unless it `waits`."""
         values = self._values(step, state)
         if self._is_saved(values):
@@ -259,7 +251,8 @@ class OwnRun:
         if step < self._saved.step:
             self._begins = step, None  # the loop goes back by numbers of its own
         self._saving = values
-        self._attempt(lambda: self._begin_save(checkpoints, step, waits, state))
+        with self.clock.standing():
+            self._attempt(lambda: self._begin_save(checkpoints, step, waits, state))
         if waits or not checkpoints.asynchronous:
             self.finish_save()
         return values
@@ -277,14 +270,11 @@ class OwnRun:
             self._begins = None
         checkpoints.begin(step, waits, state)
 
-    def _values(self, step: int, state: Mapping[str, Array]) -> _Values:
-        digest = hashlib.sha256(rank_states.digest_of_buffers(self.engine.module))
-        for name, values in state.items() if self.world.rank == 0 else ():
-            digest.update(f"{name} {values.dtype} {values.shape}".encode())
-            digest.update(np.ascontiguousarray(values).data)
-        return _Values(step, digest.digest(), self.changes)
+    def _values(self, step: int, state: Mapping[str, Array]) -> Values:
+        digest = digest_of(self.engine.module, state, self.world.rank == 0)
+        return Values(step, digest, self.changes)
 
-    def _is_saved(self, values: _Values) -> bool:
+    def _is_saved(self, values: Values) -> bool:
         """Return True if they are, and the checkpoint is still there."""
         is_there = values == self._saved and values.step in directory.steps(self._folder)
         saved: bool = self.world.broadcast_object(is_there)
@@ -304,25 +294,14 @@ class OwnRun:
                 "save: the last load or resume failed, and the states may be of two checkpoints:"
                 " load another one"
             )
-        own = self.world.run_on_all(lambda: rank_states.states_of(table("random", random)))
-        buffers = rank_states.buffers_that_differ(self.engine.module, self.world)
-        facts = self.engine.update.facts()
-        of_ranks = self.world.gather_objects([own, buffers])
-
-        def packed() -> dict[str, Array]:
-            if of_ranks is None:
-                return {}
-            generators_of, buffers_of = zip(*of_ranks, strict=True)
-            states = by_name("random", generators_of), by_name("buffers", buffers_of)
-            return LoopState(dict(table("extra", extra)), *states, facts).packed()
-
-        return self.world.run_on_all(packed)
+        return packed_loop(self.world, self.engine, extra, random)
 
     def finish_save(self) -> None:
         """Bring the save that is in flight, if any, to its end."""
         checkpoints = self._claimed
         if checkpoints and checkpoints.saver.in_flight:
-            self._attempt(lambda: self._conclude(checkpoints))
+            with self.clock.standing():
+                self._attempt(lambda: self._conclude(checkpoints))
 
     def _conclude(self, checkpoints: Checkpoints) -> None:
         run_while_polling(self.world, self._log.sync)
@@ -335,7 +314,7 @@ class OwnRun:
     def _note(self, saved: Saved) -> None:
         if self._deadline:
             self._deadline.saved(saved.seconds)
-        self._log.saved(saved)
+        self._log.saved(saved, self.clock.stalled())
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Carry out a part of a save; a failure ends the loop, or is only said (on_error)."""
@@ -356,12 +335,13 @@ class OwnRun:
         self.world.status.at_step(step + 1)
         if self._claimed is None and self.spec.track.is_on:
             self._checkpoints()  # trackers have the lines of a run directory
+        times = self.clock.step(step)
         skipped = {"skipped": True} if result.bad else {}
         values = {"grad_norm": result.grad_norm, "lr": lr}
         memory = self._account.end_step(step)
         if self._claimed:
             self._account.begin_step()
-        self._log.step(step, values | skipped, memory, self._claimed is not None)
+        self._log.step(step, values | times | skipped, memory, self._claimed is not None)
         if self._claimed is None:
             return
         if self._claimed.saver.in_flight:
@@ -386,11 +366,13 @@ class OwnRun:
         try:
             self.finish_save()
             self.engine.update.refuse_after_failure()
+            self.clock.flush()
         except HpczeroError as error:
             state, reason = "failed", str(error)
             raise
         finally:
             self._listening.close()
+            self.clock.close()
             self._account.leave_out()  # the step that has begun is none
             self._requests = None
             self._claimed = None

@@ -15,6 +15,7 @@ from hpczero import safe_files
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.runs import rank_times
+from hpczero.train.energy_meter import EnergyMeter
 
 _SCHEDULE = "/proc/thread-self/schedstat"  # ns on a processor, ns waiting for one, turns
 
@@ -23,9 +24,14 @@ class RankClock:
     """On every rank; `flush` is collective, and `step` is on every `every`-th step."""
 
     def __init__(
-        self, world: World, every: int, run: Path | None, warn: Callable[[str], None]
+        self,
+        world: World,
+        every: int,
+        run: Path | None,
+        warn: Callable[[str], None],
+        energy: EnergyMeter | None = None,
     ) -> None:
-        """`run`: the run's directory on rank 0, None elsewhere.
+        """`run`: the run's directory on rank 0, None elsewhere. `energy` is noted along with rows.
 
         Where a row cannot be written the run is warned, once, and goes on without.
         """
@@ -33,6 +39,7 @@ class RankClock:
         self._every = every
         self._run = run
         self._warn = warn
+        self._energy = energy
         self._schedule = _opened(_SCHEDULE)
         self._file: int | None = None
         self._written = 0  # bytes
@@ -66,10 +73,14 @@ class RankClock:
         """Count seconds in which training stood still for a checkpoint."""
         self._sums["save"] += seconds
 
-    def flush(self) -> None:
-        """Write a row of the steps since the last one, if there were any."""
-        if not self._last:
-            return
+    def flush(self, at_end: bool = False) -> None:
+        """Write a row of the steps since the last one, if there were any, and their energy."""
+        if self._last:
+            self._flush()
+        if self._energy:
+            self._energy.note(at_end)
+
+    def _flush(self) -> None:
         of_ranks = self._world.gather_objects([round(s, 6) for s in self._sums.values()])
         # a folder that was removed is restored by its other writers, with a spec
         if of_ranks is not None and self._run and self._run.is_dir():
@@ -93,6 +104,8 @@ class RankClock:
         self._written += len(content)
 
     def close(self) -> None:
+        if self._energy:
+            self._energy.close()
         for file in (self._file, self._schedule):
             if file is not None:
                 os.close(file)

@@ -24,7 +24,6 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
-from hpczero.runs.goodput import goodput_in
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
@@ -33,11 +32,14 @@ from hpczero.train import preflight, process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
+from hpczero.train.energy_meter import EnergyMeter
 from hpczero.train.memory_account import MemoryAccount, expect
 from hpczero.train.mixed_data import as_recorded, identity_of_data, refuse_early_end
+from hpczero.train.rank_clock import RankClock
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.run_report import (
+    as_noted,
     report_end,
     report_layout,
     report_start,
@@ -49,7 +51,6 @@ from hpczero.train.summary import (
     LastJob,
     closing_words,
     ending_words,
-    fullest,
     kernels_of_ranks,
     measured_step,
     of_run,
@@ -164,6 +165,7 @@ def _carry_out(
     """Build the engine, train, and return the outcome and the summary. Collective."""
     spec, world, grid = job.spec, job.world, job.grid
     report_start(job, reporter)
+    clock = _clock(job, reporter)
     batches = Batches(spec, job.source, grid.coordinate(world.rank, "data"), grid.size("data"))
     tracing = Tracing(spec, world, grid) if spec.train.trace else None
     meter = _Meter(job)
@@ -187,7 +189,7 @@ def _carry_out(
     batches = replace(batches, source=source)
     standing = partial(_standing, runner, checkpoints, world)
     account = MemoryAccount(world, engine, meter.expected, standing)
-    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account)
+    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account, clock)
     meter.start()
     outcome = trainer.train(first)
     measured = meter.stop(standing(), account.most)
@@ -202,12 +204,22 @@ def _carry_out(
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
     summary |= {"trace": trace} if trace else {}
     if reporter:
-        summary["fullest"] = fullest(reporter.directory.fullest)
-        booked = goodput_in(reporter.directory.path)
-        summary["goodput"] = booked.as_data() if booked else None
+        summary |= as_noted(reporter.directory, summary["tokens"])
         summary["step"] = measured_step(reporter.directory.step_seconds, predicted)
         report_end(reporter, outcome, summary)
     return outcome, summary
+
+
+def _clock(job: TrainingJob, reporter: Reporter | None) -> RankClock:
+    """Return the clock, which measures energy from now on. Collective."""
+
+    def warn(what: str) -> None:
+        if reporter:
+            reporter.event("WARN", what=what)
+
+    folder = reporter.directory.path if reporter else None
+    meter = EnergyMeter(job.world, folder, warn)
+    return RankClock(job.world, job.spec.train.log_every, folder, warn, meter)
 
 
 def _identity(job: TrainingJob) -> dict[str, str]:

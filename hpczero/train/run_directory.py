@@ -6,6 +6,7 @@ memory.jsonl   a line of each step whose memory was measured (`memory_account`)
 events.jsonl   start, resume, signal, skip, stop, ...
 summary.json   at the end
 rank_times/    seconds of each rank (`runs.rank_times`)
+energy.jsonl   joules so far (`runs.energy`)
 trace.json.gz  at the end, if asked for (`tracing`)
 tensorboard, wandb, mlflow   of the trackers that get the same lines (`track`)
 lock           while a run writes
@@ -36,7 +37,7 @@ from hpczero.train.summary import Earlier
 _LEFTOVERS = {"lock", "spec.toml.new", "batch"}  # of a start that ended before it wrote the spec
 _OF_A_RUN = _LEFTOVERS | {
     *("spec.toml", "metrics.jsonl", "memory.jsonl", "events.jsonl", "summary.json"),
-    *("trace.json.gz", "checkpoints", "watch", "stop", "rank_times"),
+    *("trace.json.gz", "checkpoints", "watch", "stop", "rank_times", "energy.jsonl"),
     *("tensorboard", "wandb", "mlflow"),
 }
 _KEPT = 10_000

@@ -3,17 +3,20 @@
 from collections import Counter
 from typing import Any
 
-from hpczero import machine
+from hpczero import env, machine
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.forecast import left_out
 from hpczero.planner.outlook import Outlook, outlook
+from hpczero.runs import energy
+from hpczero.runs.goodput import goodput_in
 from hpczero.spec import site_profile
 from hpczero.text import format_span
 from hpczero.train import preflight, setup
 from hpczero.train.batches import Batches
-from hpczero.train.summary import mixed_kernels
+from hpczero.train.run_directory import RunDirectory
+from hpczero.train.summary import fullest, mixed_kernels
 from hpczero.train.tracing import NAME
 from hpczero.train.trainer import Outcome, Reporter
 from hpczero.train.training_job import TrainingJob
@@ -31,9 +34,8 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
     reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
     packages = setup.packages()
     began = setup.process_began()
-    directory.event(
-        "start", began=began, ranks=ranks, packages=packages, git=setup.git_state(), mpi=mpi
-    )
+    facts = {"packages": packages, "git": setup.git_state(), "mpi": mpi}
+    directory.event("start", began=began, ranks=ranks, job=env.batch_job(), **facts)
     if job.user_model:
         memory = f"the memory that {job.spec.model.family} needs"
         if job.layers:
@@ -112,6 +114,16 @@ def report_end(reporter: Reporter, outcome: Outcome, summary: dict[str, Any]) ->
         reason=outcome.reason or "all steps done",
         loss=outcome.final_loss,
     )
+
+
+def as_noted(directory: RunDirectory, tokens: int = 0) -> dict[str, Any]:
+    """Return what the lines of the run's directory say of it, trained on so many tokens."""
+    booked = goodput_in(directory.path)
+    return {
+        "fullest": fullest(directory.fullest),
+        "goodput": booked.as_data() if booked else None,
+        "energy": energy.read(directory.path).as_data(tokens),
+    }
 
 
 def _report_trace(reporter: Reporter, trace: dict[str, Any]) -> None:

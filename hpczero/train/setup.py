@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import psutil
 import torch
 
 from hpczero import device, env, kernel_cache, machine
@@ -221,7 +220,7 @@ def packages() -> dict[str, str | None]:
 
 def process_began() -> str:
     """Return when this process was started, long before it has loaded its libraries."""
-    began = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    began = datetime.fromtimestamp(machine.process_began(), UTC)
     return began.isoformat(timespec="milliseconds")
 
 

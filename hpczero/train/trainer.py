@@ -85,6 +85,7 @@ class Trainer:
         reporter: Reporter | None,
         checkpoints: Checkpoints | None = None,
         account: MemoryAccount | None = None,
+        clock: RankClock | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
@@ -99,7 +100,8 @@ class Trainer:
         self._all_written = True  # all ranks have written their data of the save in flight
         self._stalled = 0.0  # seconds that the save in flight has held up so far
         self.folder = reporter.directory.path if reporter else None
-        self.clock = RankClock(world, spec.train.log_every, self.folder, self._warn)
+        every = spec.train.log_every
+        self.clock = clock or RankClock(world, every, self.folder, self._warn)
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
@@ -116,7 +118,7 @@ class Trainer:
                         break
             finally:
                 prefetcher.close()
-        self.clock.flush()
+        self.clock.flush(at_end=True)
         self.clock.close()
         self.engine.wait_for_weights()
         return outcome

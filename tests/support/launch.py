@@ -135,10 +135,12 @@ def start(
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], folder: Path = CHECKOUT) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """`start`, and an end to it and everything that it started when the block ends."""
     mark = uuid.uuid4().hex
-    process = start(command, folder, {_MARK: mark})
+    process = start(command, folder, {**(environment or {}), _MARK: mark})
     try:
         yield process
     finally:

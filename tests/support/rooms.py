@@ -51,7 +51,7 @@ ALLOWED = {
     "track": {"errors", "env", "safe_files", "spec", "text"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner", "track"}
-    | {"runs.rank_times", "runs.goodput"}
+    | {"runs.rank_times", "runs.goodput", "runs.energy"}
     | {"checkpoint", "hpczero_kernels", ""},
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},

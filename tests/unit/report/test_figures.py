@@ -70,7 +70,7 @@ def test_a_bar_is_as_wide_as_its_amount() -> None:
 
 
 def test_goodput_is_the_time_that_the_ranks_had(run: Run) -> None:
-    booked = build.booked(run)
+    booked = build.booked(run).of_kind
     had = sum((job.ended - job.began) * len(job.ranks) for job in run.jobs)
     assert sum(booked.values()) == pytest.approx(had)
     computed = run_folders.COMPUTE + 0.1 / run_folders.RANKS  # one of them takes longer
