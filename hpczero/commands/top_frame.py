@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from hpczero.commands.jobs import figures_of
 from hpczero.commands.top_facts import Facts
 from hpczero.commands.top_ranks import folds
 from hpczero.report.terminal import drawn, has_braille
 from hpczero.runs.columns import TIME, seconds_of
-from hpczero.runs.curves import curve
+from hpczero.runs.curves import Curve, curve
 from hpczero.text import (
     format_age,
     format_count,
@@ -132,9 +134,14 @@ def _memory(facts: Facts) -> str:
 
 def _curve(facts: Facts, width: int, fine: bool) -> list[str]:
     columns = width - _MARGIN - 2
-    shown = curve(facts.steps, facts.losses, (2 if fine else 1) * columns)
+    across = 2 * columns if fine else columns
+    shown = curve(facts.steps, facts.losses, across)
     if len(shown) < 2:
         return []
+    if len(shown) < across:  # so that points that lie apart are joined
+        x = np.linspace(shown.x[0], shown.x[-1], across)
+        y = np.interp(x, shown.x, shown.mean)
+        shown = Curve(x, y, y, y)
     ends = {
         0: format_loss(float(shown.high.max())),
         _CURVE - 1: format_loss(float(shown.low.min())),

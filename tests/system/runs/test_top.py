@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.launch import hpczero, launch, started
+from tests.support.run_folders import made
 from tests.support.tiny_run import SPEC, command
 
 pytest.importorskip("torch", reason="training needs torch")
@@ -109,37 +110,57 @@ def test_a_rank_that_stands_still_is_named_also_if_it_was_the_one_to_write(job: 
     poll(lambda: steps_of(run) > stopped_at, process)
 
 
-def test_on_a_terminal_it_is_drawn_again_until_q_and_the_terminal_is_as_before(job: Job) -> None:
-    _, run = job
+@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+def test_on_a_terminal_it_is_drawn_again_until_it_is_ended(key: bytes, tmp_path: Path) -> None:
+    """The terminal is then as it was before; Ctrl-Z gives it back for a while."""
+    run = made(tmp_path, "seen")
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 90, 0, 0))
     before = termios.tcgetattr(theirs)
     shown = start_on(theirs, hpczero("top", str(run), "--every", "0.5"))
-    written = b""
     try:
-        while written.count(b"tiny: running") < 4:
-            assert select.select([ours], [], [], 60)[0], written
-            written += os.read(ours, 65536)
-        os.write(ours, b"q")
-        while not written.endswith(b"\x1b[?25h\x1b[?1049l"):
-            assert select.select([ours], [], [], 60)[0], written
-            written += os.read(ours, 65536)
+        text = read_until(ours, lambda text: text.count("seen: finished") == 3)
+        os.write(ours, b"\x1a")
+        read_until(ours, lambda text: text.endswith(LEFT))
+        os.waitid(os.P_PID, shown.pid, os.WSTOPPED)
+        assert termios.tcgetattr(theirs) == before
+        shown.send_signal(signal.SIGCONT)
+        read_until(ours, lambda text: text.count("seen: finished") == 2)
+        os.write(ours, key)
+        read_until(ours, lambda text: text.endswith(LEFT))
         assert shown.wait(60) == 0
         assert termios.tcgetattr(theirs) == before
     finally:
         shown.kill()
-        shown.communicate()
+        _, errors = shown.communicate()
         os.close(ours)
         os.close(theirs)
-    text = written.decode()
+    assert errors == b""
     assert text.startswith("\x1b[?1049h\x1b[?25l\x1b[H")
-    frames = text.split("\x1b[H")[1:]
-    assert all(len(line) < 90 for line in re.split(r"\x1b\[K\r?\n", frames[-2]))
-    assert "last events" in frames[-2]
+    frame = text.split("\x1b[H")[1]
+    assert all(len(line) < 90 for line in re.split(r"\x1b\[K\r?\n", frame))
+    assert "last events" in frame
+
+
+LEFT = "\x1b[?25h\x1b[?1049l"  # the cursor, and the other screen
+
+
+def read_until(terminal: int, condition: Callable[[str], bool]) -> str:
+    text = b""
+    while not condition(text.decode(errors="replace")):
+        assert select.select([terminal], [], [], 60)[0], text
+        text += os.read(terminal, 65536)
+    return text.decode()
 
 
 def start_on(terminal: int, command: list[str]) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"TERM": "xterm"}
+    """Start it as a shell does, in front of the terminal."""
     return subprocess.Popen(
-        command, env=environment, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE
+        command,
+        env=os.environ | {"TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )

@@ -41,6 +41,7 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
         "metrics.jsonl",
         "memory.jsonl",
         "rank_times",
+        "energy.jsonl",
         "events.jsonl",
         "summary.json",
         "checkpoints",
