@@ -22,6 +22,7 @@ from hpczero.runs import rank_times
 from hpczero.runs.columns import number
 from hpczero.runs.goodput import goodput
 from hpczero.runs.record import Run
+from hpczero.runs.stragglers import stragglers
 from hpczero.text import format_duration, format_loss, format_number, printable
 
 _MOST_CHAPTERS = 12  # of runs, behind their comparison
@@ -42,7 +43,7 @@ def chapter_of(run: Run, points: int) -> Chapter:
     makers: list[tuple[str, Callable[[], Section]]] = [
         ("Did it learn?", lambda: learning.section(run, points)),
         ("How fast was it?", lambda: speed.section(run, points)),
-        (ranks.TITLE, lambda: ranks.section(rank_times.read(run.path))),
+        (ranks.TITLE, lambda: _ranks(run)),
         (pipeline.TITLE, lambda: _pipeline(run)),
         ("What did it hold in memory?", lambda: memory.section(run)),
         (layout.TITLE, lambda: _layout(run)),
@@ -59,6 +60,11 @@ def booked(run: Run) -> dict[str, float]:
     """Return the rank-seconds of the run by kind, without those of which there are none."""
     found = goodput(run, rank_times.read(run.path)).of_kind
     return {name: seconds for name, seconds in found.items() if 0 < seconds < 1e18}
+
+
+def _ranks(run: Run) -> Section:
+    jobs = rank_times.read(run.path)
+    return ranks.section(jobs, [one.words for one in stragglers(run, jobs)])
 
 
 def _pipeline(run: Run) -> Section:

@@ -99,7 +99,8 @@ class Trainer:
         self._all_written = True  # all ranks have written their data of the save in flight
         self._stalled = 0.0  # seconds that the save in flight has held up so far
         self.folder = reporter.directory.path if reporter else None
-        self.clock = RankClock(world, spec.train.log_every, self.folder, self._warn)
+        role = runner.stage, sum(map(len, batches.parts()))
+        self.clock = RankClock(world, spec.train.log_every, self.folder, self._warn, *role)
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
@@ -267,7 +268,7 @@ class Trainer:
         run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
         saved, not_removed = self.checkpoints.conclude()
         stalled = self._stalled + time.perf_counter() - began
-        self.clock.saved(stalled)
+        self.clock.saved(saved.own_seconds)
         if self.deadline:
             self.deadline.saved(saved.seconds)
         if reporter:
