@@ -37,108 +37,109 @@ def command(
     return [*module, *options, str(folder), str(slow), "--", *words]
 
 
-def _beneath(root: int, delays: argparse.Namespace) -> Any:
-    """Return the operations of a file system that passes on to the folder with this descriptor."""
-    from mfusepy import Operations, fuse_file_info
+class Beneath:
+    """The operations of a file system that passes on to the folder with the descriptor `root`."""
 
-    class Beneath(Operations):  # type: ignore[misc]
-        use_ns = True
+    use_ns = True
 
-        def _at(self, path: str) -> str:
-            return f"/proc/self/fd/{root}/{path.lstrip('/')}"
+    def __init__(self, root: int, delays: argparse.Namespace) -> None:
+        self._root = root
+        self._delays = delays
 
-        def _rest(self, seconds: float) -> None:
-            if seconds and delays.slow.exists():
-                time.sleep(seconds)
+    def _at(self, path: str) -> str:
+        return f"/proc/self/fd/{self._root}/{path.lstrip('/')}"
 
-        def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            found = os.lstat(self._at(path))
-            names = ("mode", "nlink", "size", "uid", "gid", "ino", "blocks")
-            facts = {f"st_{name}": getattr(found, f"st_{name}") for name in names}
-            times = ("st_atime", "st_mtime", "st_ctime")
-            return facts | {name: getattr(found, f"{name}_ns") for name in times}
+    def _rest(self, seconds: float) -> None:
+        if seconds and self._delays.slow.exists():
+            time.sleep(seconds)
 
-        def readdir(self, path: str, fh: int) -> list[str]:
-            return [".", "..", *os.listdir(self._at(path))]
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        found = os.lstat(self._at(path))
+        names = ("mode", "nlink", "size", "uid", "gid", "ino", "blocks")
+        facts = {f"st_{name}": getattr(found, f"st_{name}") for name in names}
+        times = ("st_atime", "st_mtime", "st_ctime")
+        return facts | {name: getattr(found, f"{name}_ns") for name in times}
 
-        def readlink(self, path: str) -> str:
-            return os.readlink(self._at(path))
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._at(path))]
 
-        def statfs(self, path: str) -> dict[str, int]:
-            found = os.statvfs(self._at(path))
-            return {name: getattr(found, name) for name in dir(found) if name.startswith("f_b")}
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._at(path))
 
-        def open(self, path: str, info: fuse_file_info) -> int:
-            """Open it such that every read and write comes here, past the kernel's cache."""
-            info.fh = os.open(self._at(path), info.flags & ~(os.O_DIRECT | os.O_APPEND))
-            info.direct_io = 1
-            return 0
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._at(path))
+        return {name: getattr(found, name) for name in dir(found) if name.startswith("f_b")}
 
-        def create(self, path: str, mode: int, info: fuse_file_info) -> int:
-            flags = info.flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CREAT
-            info.fh = os.open(self._at(path), flags, mode)
-            info.direct_io = 1
-            return 0
+    def open(self, path: str, info: Any) -> int:
+        """Open it such that every read and write comes here, past the kernel's cache."""
+        info.fh = os.open(self._at(path), info.flags & ~(os.O_DIRECT | os.O_APPEND))
+        info.direct_io = 1
+        return 0
 
-        def read(self, path: str, size: int, offset: int, info: fuse_file_info) -> bytes:
-            self._rest(delays.read)
-            return os.pread(info.fh, size, offset)
+    def create(self, path: str, mode: int, info: Any) -> int:
+        flags = info.flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CREAT
+        info.fh = os.open(self._at(path), flags, mode)
+        info.direct_io = 1
+        return 0
 
-        def write(self, path: str, data: bytes, offset: int, info: fuse_file_info) -> int:
-            self._rest(delays.write)
-            return os.pwrite(info.fh, data, offset)
+    def read(self, path: str, size: int, offset: int, info: Any) -> bytes:
+        self._rest(self._delays.read)
+        return os.pread(info.fh, size, offset)
 
-        def fsync(self, path: str, datasync: int, info: fuse_file_info) -> None:
-            self._rest(delays.write)
-            os.fsync(info.fh)
+    def write(self, path: str, data: bytes, offset: int, info: Any) -> int:
+        self._rest(self._delays.write)
+        return os.pwrite(info.fh, data, offset)
 
-        def flush(self, path: str, info: fuse_file_info) -> None:
-            pass
+    def fsync(self, path: str, datasync: int, info: Any) -> None:
+        self._rest(self._delays.write)
+        os.fsync(info.fh)
 
-        def fsyncdir(self, path: str, datasync: int, info: fuse_file_info) -> None:
-            pass
+    def flush(self, path: str, info: Any) -> None:
+        pass
 
-        def release(self, path: str, info: fuse_file_info) -> None:
-            os.close(info.fh)
+    def fsyncdir(self, path: str, datasync: int, info: Any) -> None:
+        pass
 
-        def truncate(self, path: str, length: int, info: fuse_file_info | None = None) -> None:
-            os.truncate(self._at(path), length)
+    def release(self, path: str, info: Any) -> None:
+        os.close(info.fh)
 
-        def mkdir(self, path: str, mode: int) -> None:
-            os.mkdir(self._at(path), mode)
+    def truncate(self, path: str, length: int, info: Any = None) -> None:
+        os.truncate(self._at(path), length)
 
-        def rmdir(self, path: str) -> None:
-            os.rmdir(self._at(path))
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(self._at(path), mode)
 
-        def unlink(self, path: str) -> None:
-            os.unlink(self._at(path))
+    def rmdir(self, path: str) -> None:
+        os.rmdir(self._at(path))
 
-        def rename(self, old: str, new: str) -> None:
-            os.rename(self._at(old), self._at(new))
+    def unlink(self, path: str) -> None:
+        os.unlink(self._at(path))
 
-        def chmod(self, path: str, mode: int) -> None:
-            os.chmod(self._at(path), mode)
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self._at(old), self._at(new))
 
-        def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
-            os.utime(self._at(path), ns=times)
+    def chmod(self, path: str, mode: int) -> None:
+        os.chmod(self._at(path), mode)
 
-        def access(self, path: str, mode: int) -> None:
-            if not os.access(self._at(path), mode):
-                raise OSError(errno.EACCES, path)
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
+        os.utime(self._at(path), ns=times)
 
-    return Beneath()
+    def access(self, path: str, mode: int) -> None:
+        if not os.access(self._at(path), mode):
+            raise OSError(errno.EACCES, path)
 
 
 def _serve(folder: Path, delays: argparse.Namespace) -> None:
     """Be the file system, until the process that has started this one ends."""
-    from mfusepy import FUSE, fuse_version_major
+    from mfusepy import FUSE, Operations, fuse_version_major
 
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     root = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     options = {"attr_timeout": 0, "entry_timeout": 0, "negative_timeout": 0}
     if fuse_version_major == 2:
         options["nonempty"] = True  # later versions ask for nothing
-    FUSE(_beneath(root, delays), str(folder), foreground=True, raw_fi=True, **options)
+    passing_on = type("PassingOn", (Beneath, Operations), {})(root, delays)
+    FUSE(passing_on, str(folder), foreground=True, raw_fi=True, **options)
 
 
 def main() -> None:

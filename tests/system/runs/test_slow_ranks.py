@@ -19,7 +19,7 @@ from hpczero.runs.record import read_run
 from hpczero.runs.stragglers import CAUSES, Straggler, stragglers
 from tests.support import slow_disk
 from tests.support.launch import hpczero, mpirun, started
-from tests.support.named import named_by
+from tests.support.named import named_by, slow_as_data
 from tests.support.runs import lines_of, steps_done
 
 pytest.importorskip("torch", reason="training needs torch")
@@ -77,9 +77,9 @@ def is_named(run: Path, cause: str) -> None:
         assert time.monotonic() < deadline, found
         time.sleep(1)
         found = stragglers(read_run(run))
-    print(found)
-    words = CAUSES[cause]
-    assert named_by(run) == dict.fromkeys(named_by(run), [(SLOW, words)])
+    assert slow_as_data(run) == [(SLOW, cause)]
+    for verb, named in named_by(run).items():
+        assert named == [(SLOW, CAUSES[cause])], verb
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from hpczero.runs import rank_times
 from hpczero.runs.rank_times import FIELDS, head, next_file, read, row
 from tests.support.run_files import write_rank_times
 
-
 ONES = [1.0] * len(FIELDS)
 
 
