@@ -68,9 +68,11 @@ class RankTimes:
 
     def newest(self, rows: int) -> "RankTimes":
         """Return the last rows alone, at most so many."""
-        last = slice(-rows, None)
-        fields = {name: values[last] for name, values in self.of_field.items()}
-        return RankTimes(self.first[last], self.last[last], self.ranks, fields)
+        return self.part(slice(-rows, None))
+
+    def part(self, rows: Any) -> "RankTimes":
+        fields = {name: values[rows] for name, values in self.of_field.items()}
+        return RankTimes(self.first[rows], self.last[rows], self.ranks, fields)
 
     def a_step(self, field: str) -> Numbers:
         """Return the mean seconds of a step [rows, ranks]."""
@@ -106,8 +108,7 @@ def read(run: Path) -> list[RankTimes]:
         kept = job.last < least
         if kept.any():
             least = min(least, float(job.first[kept].min()))
-            fields = {name: values[kept] for name, values in job.of_field.items()}
-            jobs.append(RankTimes(job.first[kept], job.last[kept], job.ranks, fields))
+            jobs.append(job.part(kept))
     return jobs[::-1]
 
 

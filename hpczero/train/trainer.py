@@ -108,7 +108,7 @@ class Trainer:
         steps = self.spec.train.steps
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(self.folder, self.deadline) as requests:
+        with StopRequests(self.folder, self.deadline, self.world.status) as requests:
             try:
                 for step in range(first, steps):
                     self._say_new_length(step)
