@@ -166,7 +166,7 @@ def readme(facts: dict[str, dict[str, object]]) -> str:
         "",
         "Each `NAME.bin` is the file of `rank_times` that a run left in which no rank was slower",
         "than others by itself. `scripts/record_healthy_runs.py [NAME ...]` records them again",
-        "and writes this page. The command: `mpirun -n RANKS python -m hpczero run spec.toml`, with",
+        "and writes this page. Command: `mpirun -n RANKS python -m hpczero run spec.toml`, with",
         "",
         common,
         "",
