@@ -18,7 +18,7 @@ from hpczero.runs.record import Run
 
 _SHARE = 0.1  # of a step, by which its own part is longer than the other ranks' median
 _MOST_ROWS = 0.6  # share of the rows in which that is so
-_LEAST_ROWS = 5
+_LEAST_ROWS = 10
 _LATEST = 20  # rows that are looked at
 CAUSES = {
     "compute": "its computing takes longer: a slower processor, or more work",

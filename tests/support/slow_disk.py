@@ -8,6 +8,7 @@ write or sync, once the file SLOW is there. All other processes see the folder a
 import argparse
 import ctypes
 import errno
+import importlib
 import os
 import shutil
 import signal
@@ -29,7 +30,10 @@ def command(
     folder: Path, slow: Path, words: Sequence[str], read: float = 0.0, write: float = 0.0
 ) -> list[str]:
     """Return the words with this folder on a slow disk; skip the test where that cannot be."""
-    pytest.importorskip("mfusepy", reason="a slow disk needs mfusepy and libfuse")
+    try:
+        importlib.import_module("mfusepy")
+    except (ImportError, OSError) as error:  # the latter: libfuse is not there
+        pytest.skip(f"a slow disk needs mfusepy and libfuse: {error}")
     if os.geteuid() or not os.access("/dev/fuse", os.W_OK):
         pytest.skip("a slow disk needs root, to mount it, and /dev/fuse")
     options = ["--read", str(read), "--write", str(write)]

@@ -143,6 +143,7 @@ def test_a_rank_that_reads_its_data_from_a_slow_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.few(1)
 def test_a_rank_that_writes_its_checkpoints_to_a_slow_disk(
     tmp_path: Path, asynchronous: bool
 ) -> None:

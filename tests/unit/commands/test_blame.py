@@ -192,14 +192,14 @@ def test_nothing_of_a_stranger_reaches_the_terminal(
     run = run_of(tmp_path, bad, bad, bad)
     rows = [
         (at, at, [{"step": 1.0, "data": 0.9 * (rank == 1)} for rank in range(3)])
-        for at in range(1, 9)
+        for at in range(1, 13)
     ]
     write_rank_times(run.path, 3, *rows)
     file = NodeFile(AT, bad, states, {1: f"{bad}\n\n{bad}"}, {1: bad, 2: bad})
     node_file.write(node_file.path_of(run.path / "watch", 0), file, 0)
     said = told(run, capsys)
     assert "Rank 1 on " in said
-    assert "is slow: in steps 1 to 8" in said
+    assert "is slow: in steps 1 to 12" in said
     assert all(line.isprintable() for line in said.splitlines() if line)
     assert told(run, capsys, json=True).isascii()
 

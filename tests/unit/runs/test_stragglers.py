@@ -162,7 +162,7 @@ def test_helpers_that_lose_their_processors_are_the_cause(tmp_path: Path, change
 
 
 def test_the_slowest_of_two_comes_first(tmp_path: Path) -> None:
-    made = rows(4, 8, float, {0: waits_for_data, 3: lambda sums: sums.update(data=1.5)})
+    made = rows(4, 12, float, {0: waits_for_data, 3: lambda sums: sums.update(data=1.5)})
     first, second = found_in(tmp_path / "r", *made)
     assert (first.rank, second.rank) == (3, 0)
     assert "\x1b" not in first.words
@@ -183,7 +183,7 @@ def test_healthy_noise_is_no_slow_rank(tmp_path: Path, seed: int) -> None:
             sums["compute"] *= 2
             sums["taken"] = sums["processor"]
 
-    made = rows(ranks, int(random.integers(5, 60)), noise, {seed % ranks: spikes})
+    made = rows(ranks, int(random.integers(10, 60)), noise, {seed % ranks: spikes})
     assert found_in(tmp_path / "r", *made, ranks=ranks) == []
 
 
@@ -193,7 +193,7 @@ def test_one_rank_is_never_slower_than_others(tmp_path: Path) -> None:
 
 
 def test_too_few_rows_say_nothing(tmp_path: Path) -> None:
-    assert found_in(tmp_path / "r", *rows(4, 4, float, {1: stands_still})) == []
+    assert found_in(tmp_path / "r", *rows(4, 9, float, {1: stands_still})) == []
     assert found_in(tmp_path / "s") == []
 
 
@@ -213,17 +213,17 @@ def test_hosts_are_those_of_the_job_that_made_the_steps(tmp_path: Path) -> None:
         {"event": "start", "time": 0, "ranks": ranks_on("a", "b")},
         {"event": "start", "time": 100, "ranks": ranks_on("c", "d", "e")},
         {"event": "start", "time": 200, "ranks": ranks_on("c", "d")},
-        {"event": "resume", "time": 201, "step": 90},
+        {"event": "resume", "time": 201, "step": 130},
     ]
     run = write_run(tmp_path / "r", [], events)
-    write_rank_times(run, 2, *rows(2, 8, float, {1: stands_still}))
+    write_rank_times(run, 2, *rows(2, 12, float, {1: stands_still}))
     (one,) = stragglers(read_run(run), rank_times.read(run))
     assert one.host == "b"
 
 
 def test_a_run_without_events_has_unknown_hosts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", [], [])
-    write_rank_times(run, 2, *rows(2, 8, float, {1: stands_still}))
+    write_rank_times(run, 2, *rows(2, 12, float, {1: stands_still}))
     (one,) = stragglers(read_run(run))
     assert one.host == "an unknown host"
 
