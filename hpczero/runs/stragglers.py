@@ -16,10 +16,12 @@ from hpczero.runs.columns import Numbers
 from hpczero.runs.rank_times import RankTimes
 from hpczero.runs.record import Run
 
-_SHARE = 0.1  # of a step, by which its own part is longer than the other ranks' median
+_SHARE = 0.15  # of a step, by which its own part is longer than the other ranks' median
+_SHARE_ALONE = 0.2  # where it is alone in its stage, and the others have other work
 _MOST_ROWS = 0.6  # share of the rows in which that is so
 _LEAST_ROWS = 10
 _LATEST = 20  # rows that are looked at
+_LATEST_OF_ALL = 60  # from which they are taken, where many have saves
 CAUSES = {
     "compute": "its computing takes longer: a slower processor, or more work",
     "taken": "another process takes its processor",
@@ -60,14 +62,23 @@ def stragglers(run: Run, times: Sequence[RankTimes] | None = None) -> list[Strag
     jobs = rank_times.read(run.path) if times is None else times
     if not jobs or jobs[-1].ranks < 2:
         return []
-    job = jobs[-1].newest(_LATEST)
-    if len(job.first) < _LEAST_ROWS:
+    latest = jobs[-1].newest(_LATEST)
+    if len(latest.first) < _LEAST_ROWS:
         return []
+    job = _without_saves(jobs[-1].newest(_LATEST_OF_ALL)).newest(_LATEST)
+    in_saves = _behind_in_saves(latest)
+    is_saving = len(job.first) < _LEAST_ROWS
+    job = latest if is_saving else job
     behind = _behind(job)
-    saves = float(job.of_field["save"].sum(axis=0).max() / job.steps.sum())
-    steps = job.a_step("step").mean(axis=1) + saves
+    if is_saving:
+        del behind["compute"], behind["taken"]
+    behind["save"] = np.broadcast_to(in_saves, (len(job.first), job.ranks))
     more = np.sum(list(behind.values()), axis=0)
-    is_slow = (more > _SHARE * steps[:, None]).mean(axis=0) >= _MOST_ROWS
+    saves = float(latest.of_field["save"].sum(axis=0).max() / latest.steps.sum())
+    steps = job.a_step("step").mean(axis=1) + saves
+    alone = np.sum([peers * (peers.sum() == 1) for peers in _peers(job)], axis=0)
+    share = np.where(alone, _SHARE_ALONE, _SHARE)
+    is_slow = (more > share * steps[:, None]).mean(axis=0) >= _MOST_ROWS
     excess = np.median(more, axis=0)
     hosts = _hosts(run, job)
     found = [
@@ -113,28 +124,36 @@ def own_parts(job: RankTimes) -> dict[str, Numbers]:
     }
 
 
+def _without_saves(job: RankTimes) -> RankTimes:
+    """Return the rows in which no save was written: rank 0 then has work that others have not."""
+    saved = job.of_field["save"].max(axis=1) > 0
+    begun = np.append(saved[1:], False)
+    return job.part(~(saved | begun))
+
+
 def _behind(job: RankTimes) -> dict[str, Numbers]:
     """Return by how much each part is longer than is usual [rows, ranks].
 
-    Computing is compared within a stage of the pipeline, as others have other layers; a rank that
-    is alone there is not compared. More samples may take more time, and more computing loses the
-    processor more often.
+    Computing, and the loss of a processor, are compared within a stage of the pipeline: others have
+    other work, and do it at other moments. A rank that is alone there is not compared in its
+    computing. More samples may take more time, and more computing loses the processor more often.
     """
     parts = own_parts(job)
-    compute = parts["compute"]
-    behind = {
-        name: _more_than_others(part, compute if name == "taken" else np.ones_like(part))
-        for name, part in parts.items()
-    }
-    behind["save"] = np.broadcast_to(_behind_in_saves(job), compute.shape)
+    compute, samples = parts["compute"], job.of_field["samples"]
+    behind = {name: _more_than_others(part, np.ones_like(part)) for name, part in parts.items()}
+    behind["taken"] = _more_than_others(parts["taken"], compute)
     behind["compute"] = np.zeros_like(compute)
-    stages, samples = job.of_field["stage"][-1], job.of_field["samples"]
-    for stage in np.unique(stages):
-        peers = stages == stage
+    for peers in _peers(job):
         if peers.sum() > 1:
-            found = _more_than_others(compute[:, peers], samples[:, peers])
-            behind["compute"][:, peers] = found
+            for name, work in ("compute", samples), ("taken", compute):
+                behind[name][:, peers] = _more_than_others(parts[name][:, peers], work[:, peers])
     return behind
+
+
+def _peers(job: RankTimes) -> list[Numbers]:
+    """Return for each stage of the pipeline which ranks it has."""
+    stages = job.of_field["stage"][-1]
+    return [stages == stage for stage in np.unique(stages)]
 
 
 def _behind_in_saves(job: RankTimes) -> Numbers:
