@@ -68,12 +68,16 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete."""
+    """A checkpoint that is complete.
+
+    `own_seconds`: for which this rank's data alone, until it was on the disk, held up the others.
+    """
 
     step: int
     path: Path
     size: int
     seconds: float  # from its beginning
+    own_seconds: float
 
 
 class Saver:
@@ -196,14 +200,16 @@ class Saver:
         save = self._save
         self._save = None
         assert save is not None, "no save is in flight"
+        began = time.monotonic()
         save.hurried.set()
         run_while_polling(self.world, lambda: save.thread.join() if save.thread else None)
         self._agree(self._gathered(save.error), save.path)
         finished = self._run_on_all(lambda: self._finish_file(save), save.path)
-        shards = [ShardFile.model_validate_json(text) for text in finished if text]
+        shards = [ShardFile.model_validate_json(text) for text, _ in finished if text]
+        own = save.seconds_of_data(began) + finished[self._leader][1]
         size = self._run_on_all(lambda: self._commit(save, shards), save.path)[0]
         path = directory.in_place(save.path)
-        return Saved(save.state.step, path, size, time.monotonic() - save.begun)
+        return Saved(save.state.step, path, size, time.monotonic() - save.begun, own)
 
     def _write(
         self,
@@ -222,7 +228,9 @@ class Saver:
         def write_both() -> str:
             with ThreadPoolExecutor(1) as beside:
                 index_error = beside.submit(save.error_of, index_path, write_index)
-                return save.error_of(shard_path, write_shard) or index_error.result()
+                error = save.error_of(shard_path, write_shard)
+                save.data_end = time.monotonic()
+                return error or index_error.result()
 
         save.error = save.error_of(save.path, write_both)
 
@@ -238,15 +246,19 @@ class Saver:
         index.write(path, self._table, shards, buffers, attributes, job.slots)
         save.index = IndexFile.sealed(path)
 
-    def _finish_file(self, save: "_Save") -> str:
-        """Bring this rank's shard file, if it made one, to the disk under its final name."""
+    def _finish_file(self, save: "_Save") -> tuple[str, float]:
+        """Bring this rank's shard file, if it made one, to the disk under its final name.
+
+        Return its facts, and the seconds that it took.
+        """
         if self._leader != self.world.rank:
-            return ""
+            return "", 0.0
+        began = time.monotonic()
         name = self._names[self._leader]
         temporary = self._new(save.path)
         shard = ShardFile.sealed(temporary, name, save.files[self._leader])
         rename(temporary, save.path / name)
-        return shard.model_dump_json()
+        return shard.model_dump_json(), time.monotonic() - began
 
     def _commit(self, save: "_Save", shards: Sequence[ShardFile]) -> int:
         """Write the manifest on rank 0; return the bytes of the checkpoint."""
@@ -315,6 +327,11 @@ class _Save:
     thread: threading.Thread | None = None
     index: IndexFile | None = None
     error: str = "its writer did not come to an end"  # until it ends well
+    data_end: float = 0.0  # of the writing of this rank's data
+
+    def seconds_of_data(self, awaited: float) -> float:
+        """Return for how long training stood still for it: a thread's, once it is `awaited`."""
+        return max(0.0, self.data_end - (awaited if self.thread else self.begun))
 
     def error_of(self, path: Path, action: Callable[[], str | None]) -> str:
         """Return what the action, which writes to the path, returns or fails with."""

@@ -18,6 +18,7 @@ from hpczero.errors import InputError
 from hpczero.safe_files import make_own_folder, read_small, rename, write_text
 
 FOLDER = "watch"
+STOP = "stop"  # a file beside it, by which the run is asked to stop
 _MOST = 256 << 20  # bytes that are read of a file
 _LARGEST = 1 << 60  # bytes of a process: more are nonsense
 _MOST_OPERATIONS = 16  # of each group, in a file

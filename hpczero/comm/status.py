@@ -82,6 +82,7 @@ class Status:
         self.explain: Callable[[], str] = str
         # Called before an error ends the process; raises nothing.
         self.last_words: Callable[[], object] = str
+        self.is_to_end = False  # the run was asked to stop, and may soon be killed
         self.slot = memoryview(bytearray(SLOT))
         self.ranks_of: dict[int, tuple[int, ...]] = {}  # entry -> ranks of the group
         # How many groups there have been with this axis and these ranks.

@@ -1,7 +1,8 @@
 """The watchdog: a thread of every rank that ends the job, and says why, when a rank waits too long.
 
 It calls no MPI. Ranks of one node read each other's slots (`status`) in a window that they share.
-Where nothing has happened on a rank for unusually long, its node writes what its ranks are doing to
+Where nothing has happened on a rank for unusually long, or for a few seconds after the run was
+asked to stop, its node writes what its ranks are doing to
 <folder>/node-<number>.json (`node_file`). So ranks of other nodes, when their time is up, know what
 the rank that they miss is doing. Without a folder they know its name only.
 
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from hpczero.comm import live, node_file, rank_process, stacks, verdict
 from hpczero.comm.live import Live
-from hpczero.comm.node_file import NodeFile
+from hpczero.comm.node_file import STOP, NodeFile
 from hpczero.comm.stacks import StacksFile
 from hpczero.comm.status import RankState, Status, Wait, in_words, read
 from hpczero.comm.verdict import ENDED, STOPPED, Question
@@ -38,6 +39,7 @@ from hpczero.safe_files import make_own_folder, remove, write_new
 
 _ASKED_FOR_STACKS = 4  # missing ranks
 _QUIET = (20.0, 60.0)  # seconds after which a node says what its ranks are doing: least, most
+_HURRY = 5.0  # seconds after which it does where the run is asked to stop, and soon killed
 _LONGER = 3  # times the longest that its ranks have done nothing before
 _REPORTING = 6.0  # seconds that the rank that reports gets before the others of its node end, too
 # Seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends
@@ -205,6 +207,8 @@ class Watch:
             self._rested[rank] = state.resting
         least, most = _QUIET
         patience = min(self._seconds / 2, max(least, min(most, _LONGER * self._longest)))
+        if patience > _HURRY and self._is_to_end(states):
+            patience = _HURRY
         resting = {rank for rank, state in states.items() if state.resting > patience}
         is_more = not resting <= self._published
         self._published = resting
@@ -215,6 +219,13 @@ class Watch:
             silent = [rank for rank in sorted(resting) if states[rank].waited is None]
             words = f"nothing new for {patience:.0f} s on {len(resting)} of {len(states)} ranks"
             self.record(words, silent)
+
+    def _is_to_end(self, states: Mapping[int, RankState]) -> bool:
+        """Return True if the run was asked to stop, by a signal or a file, and a rank rests."""
+        if all(state.resting <= _HURRY for state in states.values()):
+            return False
+        stop = self._folder.parent / STOP if self._folder else None
+        return self._status.is_to_end or (stop is not None and stop.exists())
 
     def record_failure(self, words: str) -> None:
         """Record that this rank fails; a file server that does not answer is not waited for."""

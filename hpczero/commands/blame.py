@@ -41,7 +41,8 @@ def blame(options: Namespace) -> int:
         return 0
     if finding:
         ago = format_duration(max(0.0, time.time() - finding.at))
-        print(f"{finding.words}\nAs the ranks' own record says, written {ago} ago.")
+        since = "; the run has gone on since" if _went_on(run, finding) else ""
+        print(f"{finding.words}\nAs the ranks' own record says, written {ago} ago{since}.")
         for line in finding.details:
             print(line)
         for rank, stack in list(finding.stacks.items())[:_MOST_STACKS]:
@@ -55,6 +56,11 @@ def blame(options: Namespace) -> int:
             "slower than the others. kill -USR1 PID of any rank records what they do now"
         )
     return 0
+
+
+def _went_on(run: Run, finding: Finding) -> bool:
+    """Return True if the run has left a sign of life since the ranks' states were written."""
+    return bool(run.jobs) and run.jobs[-1].ended > finding.at + _SLACK
 
 
 def _of_main_thread(stack: str) -> str:

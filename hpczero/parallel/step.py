@@ -20,6 +20,8 @@ Later = Callable[[], float]  # reads a number that the device may not have made 
 class SingleStage:
     """The whole model on this rank."""
 
+    stage = 0
+
     def __init__(self, engine: Engine, calls: Sequence[Call] | None = None) -> None:
         """`calls`: the layers as functions, in order; None: the module is one."""
         self.engine = engine
@@ -88,6 +90,11 @@ class PipelineStage:
         self._units = used
         self._weight = 1.0
         self._trace = Trace()
+
+    @property
+    def stage(self) -> int:
+        """Return this stage's number."""
+        return self.pipeline.group.rank
 
     def train(self, batches: Sequence[MicroBatch], weight: float, trace: Trace) -> Later:
         self._weight = weight

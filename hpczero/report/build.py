@@ -23,6 +23,7 @@ from hpczero.runs.allocations import allocations
 from hpczero.runs.columns import number
 from hpczero.runs.goodput import Goodput, goodput
 from hpczero.runs.record import Run
+from hpczero.runs.stragglers import stragglers
 from hpczero.text import format_duration, format_loss, format_number, printable
 
 _MOST_CHAPTERS = 12  # of runs, behind their comparison
@@ -43,7 +44,7 @@ def chapter_of(run: Run, points: int) -> Chapter:
     makers: list[tuple[str, Callable[[], Section]]] = [
         ("Did it learn?", lambda: learning.section(run, points)),
         ("How fast was it?", lambda: speed.section(run, points)),
-        (ranks.TITLE, lambda: ranks.section(rank_times.read(run.path))),
+        (ranks.TITLE, lambda: _ranks(run)),
         (pipeline.TITLE, lambda: _pipeline(run)),
         ("What did it hold in memory?", lambda: memory.section(run)),
         (layout.TITLE, lambda: _layout(run)),
@@ -85,6 +86,11 @@ def cost(run: Run, found: Goodput) -> list[list[str]]:
     if used.missing:
         rows.append(["energy that is not measured", used.missing])
     return rows
+
+
+def _ranks(run: Run) -> Section:
+    jobs = rank_times.read(run.path)
+    return ranks.section(jobs, [one.words for one in stragglers(run, jobs)])
 
 
 def _pipeline(run: Run) -> Section:

@@ -18,12 +18,12 @@ _SLOWEST = 8  # ranks in the table
 TITLE = "Were all ranks alike?"
 
 
-def section(jobs: Sequence[RankTimes]) -> Section:
-    """`jobs`: the rows of each of the run's jobs that has any."""
+def section(jobs: Sequence[RankTimes], slow: Sequence[str] = ()) -> Section:
+    """`jobs`: the rows of each of the run's jobs that has any; `slow`: words on slow ranks."""
     if not jobs:
         words = "The run left no times of its ranks (rank_times/), so stragglers cannot be seen."
         return Section(TITLE, [Text(words)])
-    blocks: list[Block] = []
+    blocks: list[Block] = [Text(words) for words in slow]
     for ranks in sorted({job.ranks for job in jobs}):
         alike = [job for job in jobs if job.ranks == ranks]
         which = f"-of-{ranks}" if len({job.ranks for job in jobs}) > 1 else ""

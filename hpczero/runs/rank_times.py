@@ -18,10 +18,29 @@ from hpczero import safe_files
 from hpczero.runs.columns import Numbers
 
 FOLDER = "rank_times"
-# seconds of all steps in a row; longest: of one of them; wait: for other ranks; save: after the
-# steps; processor: of the main thread, but for its waits; taken: it could have run, and another one
-# had its processor
-FIELDS = ("step", "longest", "compute", "wait", "data", "save", "processor", "taken")
+# Seconds of all steps in a row:
+#   longest      of one of them
+#   wait         for other ranks
+#   save         after the steps, for its own data to be written
+#   processor    of the main thread, but for its waits
+#   taken        the main thread could have run, and another one had its processor
+#   paged        of steps in which pages came from a disk: those it did not compute, nor was `taken`
+#   helpers      its other threads could have run, and another one had their processor
+# and no sums: its pipeline stage, and the samples that it has in a step.
+FIELDS = (
+    "step",
+    "longest",
+    "compute",
+    "wait",
+    "data",
+    "save",
+    "processor",
+    "taken",
+    "paged",
+    "helpers",
+    "stage",
+    "samples",
+)
 _MAGIC = b"HPCZRANK"
 _HEAD = struct.Struct("<8sIIII40x")  # magic, version, ranks, fields, unused
 _VERSION = 1
@@ -46,6 +65,14 @@ class RankTimes:
     def steps(self) -> Numbers:
         """Return the number of steps in each row."""
         return self.last - self.first + 1
+
+    def newest(self, rows: int) -> "RankTimes":
+        """Return the last rows alone, at most so many."""
+        return self.part(slice(-rows, None))
+
+    def part(self, rows: Any) -> "RankTimes":
+        fields = {name: values[rows] for name, values in self.of_field.items()}
+        return RankTimes(self.first[rows], self.last[rows], self.ranks, fields)
 
     def a_step(self, field: str) -> Numbers:
         """Return the mean seconds of a step [rows, ranks]."""
@@ -84,8 +111,7 @@ def read(run: Path, most: int = _MOST_BYTES) -> list[RankTimes]:
         kept = job.last < least
         if kept.any():
             least = min(least, float(job.first[kept].min()))
-            fields = {name: values[kept] for name, values in job.of_field.items()}
-            jobs.append(RankTimes(job.first[kept], job.last[kept], job.ranks, fields))
+            jobs.append(job.part(kept))
     return jobs[::-1]
 
 

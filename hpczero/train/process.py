@@ -24,6 +24,8 @@ from typing import Any
 import torch
 
 from hpczero import safe_files
+from hpczero.comm.node_file import STOP
+from hpczero.comm.status import Status
 from hpczero.comm.world import World
 from hpczero.train import malloc
 
@@ -80,13 +82,20 @@ _BEFORE: dict[signal.Signals, Any] = {}  # handlers that were there before the f
 class StopRequests:
     """Collects requests inside `with StopRequests(run_directory, deadline) as requests:`.
 
-    Both arguments are None on the ranks that do not watch them. Several may listen, to the same
-    signals.
+    Directory and deadline are None on the ranks that do not watch them. Several may listen, to the
+    same signals.
     """
 
-    def __init__(self, run_directory: Path | None, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self,
+        run_directory: Path | None,
+        deadline: Deadline | None = None,
+        status: Status | None = None,
+    ) -> None:
+        """`status`: this rank's, in which a request is noted at once."""
+        self._status = status
         self._deadline = deadline
-        self._file = run_directory / "stop" if run_directory else None
+        self._file = run_directory / STOP if run_directory else None
         self._seen = [False] * len(REASONS)
         self._looked = 0.0
 
@@ -124,6 +133,8 @@ class StopRequests:
         if number == signal.SIGINT and self._seen[index]:
             raise KeyboardInterrupt
         self._seen[index] = True
+        if self._status:
+            self._status.is_to_end = True
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -2,11 +2,14 @@
 
 A step's seconds are those in which the rank waited for others, waited for data, and computed. Of
 computing the main thread's processor time is kept, too, and of the step the time in which it could
-have run but another one had its processor: so a rank that computes longer than others tells why.
+have run but another one had its processor; where it did neither, and pages came from a disk
+meanwhile, that is what it waited for. So a rank that computes longer than others tells why.
 """
 
 import contextlib
 import os
+import resource
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +21,7 @@ from hpczero.runs import rank_times
 from hpczero.train.energy_meter import EnergyMeter
 
 _SCHEDULE = "/proc/thread-self/schedstat"  # ns on a processor, ns waiting for one, turns
+_THREADS = Path("/proc/self/task")
 
 
 class RankClock:
@@ -35,6 +39,7 @@ class RankClock:
 
         Where a row cannot be written the run is warned, once, and goes on without.
         """
+        self._role = {"stage": 0.0, "samples": 1.0}
         self._world = world
         self._every = every
         self._run = run
@@ -45,32 +50,44 @@ class RankClock:
         self._written = 0  # bytes
         self._begin_row()
 
+    def works(self, stage: int, samples: int) -> None:
+        """Note this rank's part of the pipeline and of a step: other work takes other times."""
+        self._role = {"stage": float(stage), "samples": float(samples)}
+        self._begin_row()
+
     def _begin_row(self) -> None:
         self._first = self._last = 0
-        self._sums = dict.fromkeys(rank_times.FIELDS, 0.0)
+        self._sums = dict.fromkeys(rank_times.FIELDS, 0.0) | self._role
+        self._helpers = self._helpers_waited()
 
     def begin(self) -> None:
         """Begin a step."""
         self._processor = self._processor_time()
         self._taken = self._waited_for_processor()
+        self._faults = _pages_from_disks()
 
     def step(self, step: int, seconds: float, wait: float, data: float) -> None:
         """End a step that took so long, of which the rank waited for others and for data."""
         sums = self._sums
+        compute = seconds - wait - data
+        processor = self._processor_time() - self._processor
+        taken = self._waited_for_processor() - self._taken
         sums["step"] += seconds
         sums["longest"] = max(sums["longest"], seconds)
-        sums["compute"] += seconds - wait - data
+        sums["compute"] += compute
         sums["wait"] += wait
         sums["data"] += data
-        sums["processor"] += self._processor_time() - self._processor
-        sums["taken"] += self._waited_for_processor() - self._taken
+        sums["processor"] += processor
+        sums["taken"] += taken
+        if _pages_from_disks() > self._faults:
+            sums["paged"] += max(0.0, compute - processor - taken)
         self._first = self._first or step
         self._last = step
         if step % self._every == 0:
             self.flush()
 
     def saved(self, seconds: float) -> None:
-        """Count seconds in which training stood still for a checkpoint."""
+        """Count seconds in which training stood still for this rank's data of a checkpoint."""
         self._sums["save"] += seconds
 
     def flush(self, at_end: bool = False) -> None:
@@ -81,6 +98,7 @@ class RankClock:
             self._energy.note(at_end)
 
     def _flush(self) -> None:
+        self._sums["helpers"] = max(0.0, self._helpers_waited() - self._helpers)
         of_ranks = self._world.gather_objects([round(s, 6) for s in self._sums.values()])
         # a folder that was removed is restored by its other writers, with a spec
         if of_ranks is not None and self._run and self._run.is_dir():
@@ -120,6 +138,25 @@ class RankClock:
         with contextlib.suppress(OSError, ValueError, IndexError):
             return 1e-9 * int(os.pread(self._schedule, 100, 0).split()[1])
         return 0.0
+
+    def _helpers_waited(self) -> float:
+        """Return the seconds in which other threads of this process waited for a processor."""
+        own = str(threading.get_native_id())
+        total = 0.0
+        with contextlib.suppress(OSError):
+            for thread in _THREADS.iterdir():
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    if thread.name != own:
+                        total += 1e-9 * int((thread / "schedstat").read_bytes().split()[1])
+        return total
+
+
+def _pages_from_disks() -> int:
+    """Return how many pages this process has waited for so far, in all its threads.
+
+    One that waits for a page may hold the lock of Python, which the others then wait for.
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _opened(path: str) -> int | None:

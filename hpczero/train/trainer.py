@@ -102,6 +102,7 @@ class Trainer:
         self.folder = reporter.directory.path if reporter else None
         every = spec.train.log_every
         self.clock = clock or RankClock(world, every, self.folder, self._warn)
+        self.clock.works(runner.stage, sum(map(len, batches.parts())))
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
@@ -109,7 +110,7 @@ class Trainer:
         steps = self.spec.train.steps
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(self.folder, self.deadline) as requests:
+        with StopRequests(self.folder, self.deadline, self.world.status) as requests:
             try:
                 for step in range(first, steps):
                     self._say_new_length(step)
@@ -270,7 +271,7 @@ class Trainer:
             run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
             saved, not_removed = self.checkpoints.conclude()
         stalled = self._stalled + time.perf_counter() - began
-        self.clock.saved(stalled)
+        self.clock.saved(saved.own_seconds)
         if self.deadline:
             self.deadline.saved(saved.seconds)
         if reporter:

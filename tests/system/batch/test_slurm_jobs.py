@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,25 @@ def test_a_run_is_watched_and_cancelled(user: User) -> None:
     assert states(found) == ["interrupted", "cancelled", "cancelled"]
     assert found["state"] == "cancelled"
     assert found["last_save"] == found["step"], "it was asked to stop, and saved"
+
+
+@pytest.mark.slow
+def test_a_hung_run_that_is_cancelled_is_explained_by_its_directory(user: User) -> None:
+    """Slurm cancels it as soon as it hangs: the ranks say what they do before they are killed."""
+    family = 'model.family="tests.support.hanging:build"'
+    user.submits("hung", "--set", family, "--set", "train.steps=1000000")
+    user.waits("hung", lambda found: found["step"] > 3, "the run makes steps")
+    (user.folder / "hang").touch()
+    steps = -1
+    while steps != (steps := len(user.losses("hung"))):
+        time.sleep(2)
+    user.does(*hpczero("cancel", "hung"))
+    user.waits("hung", over, "the job is gone")
+    said = user.does(*hpczero("blame", "runs/hung"))
+    assert re.search(r"Rank 1 on \S+ is behind", said), said
+    assert re.search(r"For it rank 0 waited for \d+ s in \w+.* \(number \d+ along \w+\)", said), (
+        said
+    )
 
 
 def test_a_job_that_fails_says_why_and_ends_the_chain(user: User) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.launch import hpczero, launch, mpirun, started
+from tests.support.runs import lines_of, steps_done
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -42,6 +43,18 @@ with hpczero.initialize(net, spec) as engine:
             time.sleep(0.05)
         engine.step()
 """
+HANGING = """
+name = "hanging"
+model = { family = "tests.support.hanging:build", hidden = 32, seq_len = 16 }
+data = { source = "synthetic" }
+checkpoint = { every = -1 }
+[train]
+precision = "fp32"
+steps = 1_000_000
+global_batch = 6
+micro_batch = 2
+eval_batches = 0
+"""
 ALONE = """
 import time
 from hpczero.comm.world import World
@@ -61,10 +74,10 @@ def poll(condition: Callable[[], bool], process: subprocess.Popen[bytes], second
         time.sleep(0.1)
 
 
-def blamed(folder: Path) -> tuple[str, dict[str, Any]]:
+def blamed(folder: Path, name: str = "loop") -> tuple[str, dict[str, Any]]:
     """Return what the verb says of the run, in words and as data."""
     words, data = (
-        launch(hpczero("blame", "runs/loop", *more), 60, folder) for more in ([], ["--json"])
+        launch(hpczero("blame", f"runs/{name}", *more), 60, folder) for more in ([], ["--json"])
     )
     assert (words.code, words.err, data.code) == (0, "", 0), (words, data)
     return words.out, json.loads(data.out)
@@ -87,6 +100,27 @@ def test_a_rank_that_skips_a_collective_is_named_after_the_job_was_killed(tmp_pa
     assert "stacks of rank 1:" in said
     assert "loop.py" in said
     assert not list(written.parent.glob("*.txt")), "the watchdog's own time was not up"
+
+
+def test_a_rank_that_is_stuck_is_named_though_the_job_is_killed_soon(tmp_path: Path) -> None:
+    """As by a scheduler: SIGTERM when the hang has just begun, and SIGKILL some seconds later."""
+    (tmp_path / "spec.toml").write_text(HANGING)
+    run = tmp_path / "runs" / "hanging"
+    with started([*mpirun(3), *hpczero("run", "spec.toml")], tmp_path) as job:
+        poll(lambda: steps_done(tmp_path, "hanging") > 5, job, 400)
+        (tmp_path / "hang").touch()
+        steps = 0
+        while steps != (steps := steps_done(tmp_path, "hanging")):
+            time.sleep(1)
+        assert job.poll() is None
+        for one in lines_of(run / "events.jsonl")[0]["ranks"]:
+            os.kill(one["pid"], signal.SIGTERM)
+        poll((run / "watch" / "node-0000.json").exists, job, 60)
+    said, data = blamed(tmp_path, "hanging")
+    assert data["stuck"]["ranks"] == [1]
+    assert re.search(r"For it ranks 0, 2 waited for \d+ s in \w+.* \(number \d+ along \w+\)", said)
+    assert "(nothing new for 5 s on" in said
+    assert "hanging.py" in said
 
 
 def test_a_living_job_records_all_its_ranks_when_one_is_asked(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class Quiet(Watch):
         self._seconds, self._folder, self._rank, self._node = seconds, folder, 0, 0
         self._published, self._rested, self._longest = set(), {}, 0.0
         self._asked, self._answered, self._slots = None, 0, {}
+        self._status = Status()
         self.states: dict[int, RankState] = {}
 
     def _states_on_node(self, whole: bool = True) -> dict[int, RankState]:
@@ -108,6 +109,21 @@ def test_patience_is_half_the_watchdogs_at_most(tmp_path: Path) -> None:
     watch = Quiet(tmp_path, seconds=10.0)
     assert watch.look(4.9, 0) == ""
     assert watch.look(5.1, 0) == "nothing new for 5 s on 1 of 2 ranks"
+
+
+@pytest.mark.parametrize("by", ["a signal", "a file"])
+def test_a_run_that_is_asked_to_stop_gets_a_few_seconds(tmp_path: Path, by: str) -> None:
+    """It has a habit of resting, but is killed half a minute later."""
+    watch = Quiet(tmp_path / "watch")
+    watch.look(30, 0)
+    watch.look(0, 0)
+    assert watch.look(6, 0) == ""
+    if by == "a file":
+        (tmp_path / "stop").touch()
+    else:
+        watch._status.is_to_end = True
+    assert watch.look(4, 0) == ""
+    assert watch.look(6, 0) == "nothing new for 5 s on 1 of 2 ranks"
 
 
 @pytest.fixture

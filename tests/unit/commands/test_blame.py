@@ -192,16 +192,28 @@ def test_nothing_of_a_stranger_reaches_the_terminal(
     run = run_of(tmp_path, bad, bad, bad)
     rows = [
         (at, at, [{"step": 1.0, "data": 0.9 * (rank == 1)} for rank in range(3)])
-        for at in range(1, 9)
+        for at in range(1, 13)
     ]
     write_rank_times(run.path, 3, *rows)
     file = NodeFile(AT, bad, states, {1: f"{bad}\n\n{bad}"}, {1: bad, 2: bad})
     node_file.write(node_file.path_of(run.path / "watch", 0), file, 0)
     said = told(run, capsys)
     assert "Rank 1 on " in said
-    assert "is slow: in steps 1 to 8" in said
+    assert "is slow: in steps 1 to 12" in said
     assert all(line.isprintable() for line in said.splitlines() if line)
     assert told(run, capsys, json=True).isascii()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_run_that_has_gone_on_since_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], goes_on: bool
+) -> None:
+    events: list[dict[str, Any]] = [{"event": "start", "time": 0, "ranks": ranks_on(*HOSTS)}]
+    events += [{"event": "stop", "time": 509}] if goes_on else []
+    run = read_run(write_run(tmp_path / "r", [], events))
+    file = NodeFile(AT, "quiet", {0: WAITS, 1: LATE}, {})
+    node_file.write(node_file.path_of(run.path / "watch", 0), file, 0)
+    assert ("ago; the run has gone on since." in told(run, capsys)) == goes_on
 
 
 def test_the_main_threads_stack_is_shown(

@@ -11,6 +11,8 @@ from hpczero.runs import rank_times
 from hpczero.runs.rank_times import FIELDS, head, next_file, read, row
 from tests.support.run_files import write_rank_times
 
+ONES = [1.0] * len(FIELDS)
+
 
 def of_ranks(ranks: int, begin: float) -> list[dict[str, float]]:
     return [
@@ -59,7 +61,7 @@ def test_a_row_that_is_half_written_does_not_count(tmp_path: Path, cut: int) -> 
 
 def heads() -> dict[str, bytes]:
     def made(
-        magic: bytes = b"HPCZRANK", version: int = 1, ranks: int = 1, fields: int = 8
+        magic: bytes = b"HPCZRANK", version: int = 1, ranks: int = 1, fields: int = len(FIELDS)
     ) -> bytes:
         return struct.pack("<8sIIII40x", magic, version, ranks, fields, 0)
 
@@ -68,7 +70,7 @@ def heads() -> dict[str, bytes]:
         "another version": made(version=2),
         "no ranks": made(ranks=0),
         "too many ranks": made(ranks=0xFFFFFFFF),
-        "other fields": made(fields=9),
+        "other fields": made(fields=len(FIELDS) + 1),
         "no fields": made(fields=0),
         "nothing": b"",
         "half a head": made()[:20],
@@ -87,16 +89,16 @@ def test_a_file_with_another_head_is_left_out(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize(
     "bad",
     [
-        bytes(len(row(1, 1, [[1.0] * 8]))),  # a hole, as a disk without power leaves it
-        row(3, 2, [[1.0] * 8]),
-        row(-5, 7, [[1.0] * 8]),
-        row(2, 2, [[float("nan")] + [1.0] * 7]),
-        row(2, 2, [[1.0] * 7 + [float("inf")]]),
+        bytes(len(row(1, 1, [ONES]))),  # a hole, as a disk without power leaves it
+        row(3, 2, [ONES]),
+        row(-5, 7, [ONES]),
+        row(2, 2, [[float("nan"), *ONES[1:]]]),
+        row(2, 2, [[*ONES[1:], float("inf")]]),
     ],
 )
 def test_a_row_that_cannot_be_is_left_out(tmp_path: Path, bad: bytes) -> None:
     path = write_rank_times(tmp_path, 1, (1, 1, of_ranks(1, 1)))
-    path.write_bytes(path.read_bytes() + bad + row(3, 3, [[2.0] * 8]))
+    path.write_bytes(path.read_bytes() + bad + row(3, 3, [[2.0, *ONES[1:]]]))
     (job,) = read(tmp_path)
     assert job.first.tolist() == [1, 3]
 
@@ -110,7 +112,7 @@ def test_seconds_are_never_negative(tmp_path: Path) -> None:
 def test_of_huge_files_the_newest_rows_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_times, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(rank_times, "_MOST_BYTES", 20 * len(row(1, 1, [ONES])))
     for job in range(2):
         steps = range(1 + 15 * job, 16 + 15 * job)
         write_rank_times(tmp_path, 1, *((step, step, of_ranks(1, 1)) for step in steps))
@@ -138,7 +140,7 @@ def test_what_is_no_plain_file_is_left_out(tmp_path: Path) -> None:
     (folder / "0003.bin").symlink_to("/dev/zero")
     (folder / "0004.bin").symlink_to(folder / "0004.bin")
     for name in ("x.bin", "-5.bin", "²³.bin", "0006.bin.new", "readme"):
-        (folder / name).write_bytes(head(1) + row(1, 1, [[1.0] * 8]))
+        (folder / name).write_bytes(head(1) + row(1, 1, [ONES]))
     assert read(tmp_path) == []
     assert next_file(tmp_path).name == "0005.bin"
 

@@ -1,8 +1,11 @@
 """A run stops in time for its last checkpoint, by a clock of the test's own."""
 
+import signal
+
 import pytest
 
 from hpczero import env
+from hpczero.comm.status import Status
 from hpczero.train.process import REASONS, Deadline, StopRequests
 
 
@@ -67,6 +70,16 @@ def test_it_is_a_request_like_the_others() -> None:
         assert requests.pending() == [False, False, False, False, True]
         clock.now -= 55
         assert requests.pending()[4], "once said, it stays"
+
+
+def test_a_signal_is_noted_in_the_ranks_status_at_once() -> None:
+    """A rank that never comes to the end of its step cannot be asked otherwise."""
+    status = Status()
+    with StopRequests(None, None, status) as requests:
+        assert not status.is_to_end
+        signal.raise_signal(signal.SIGTERM)
+        assert status.is_to_end
+        assert requests.pending()[0]
 
 
 def test_who_says_when_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,55 @@ def test_processor_time_is_that_of_this_thread_without_its_waits(tmp_path: Path)
     (job,) = rank_times.read(tmp_path)
     assert 0.05 <= job.of_field["processor"][0, 0] < 0.15
     assert job.of_field["taken"][0, 0] >= 0
+
+
+def test_standing_still_while_pages_came_from_a_disk_is_waiting_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = 0
+    monkeypatch.setattr("hpczero.train.rank_clock._pages_from_disks", lambda: faults)
+    clock = Clock(tmp_path, every=1)
+    for step in (1, 2):
+        clock.begin()
+        faults += step - 1
+        clock.step(step, 2.0, wait=0.5, data=0.25)
+    none, some = rank_times.read(tmp_path)[0].of_field["paged"][:, 0]
+    assert none == 0
+    assert some == pytest.approx(1.25, rel=0.1)
+
+
+def test_helpers_that_wait_for_a_processor_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = str(threading.get_native_id()), str(threading.get_native_id() + 1)
+    for name in (own, other, "ended"):
+        (tmp_path / "task" / name).mkdir(parents=True)
+    monkeypatch.setattr("hpczero.train.rank_clock._THREADS", tmp_path / "task")
+
+    def wait(name: str, seconds: float) -> None:
+        (tmp_path / "task" / name / "schedstat").write_text(f"5 {round(seconds * 1e9)} 7\n")
+
+    wait(own, 1)
+    wait(other, 1)
+    clock = Clock(tmp_path)
+    wait(own, 9)
+    wait(other, 3)
+    clock.steps(1, 3)
+    clock.steps(4, 6)
+    (job,) = rank_times.read(tmp_path)
+    assert job.of_field["helpers"][:, 0].tolist() == [2, 0]
+
+
+def test_what_a_rank_has_to_do_is_in_each_row(tmp_path: Path) -> None:
+    world: Any = Ranks()
+    clock = RankClock(world, 1, tmp_path, print)
+    clock.works(stage=2, samples=5)
+    for step in (1, 2):
+        clock.begin()
+        clock.step(step, 1.0, 0.0, 0.0)
+    (job,) = rank_times.read(tmp_path)
+    assert job.of_field["stage"].tolist() == [[2, 2], [2, 2]]
+    assert job.of_field["samples"].tolist() == [[5, 5], [5, 5]]
 
 
 def test_a_kernel_that_does_not_tell_of_waits_for_processors(
