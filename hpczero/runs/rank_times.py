@@ -94,14 +94,14 @@ def next_file(run: Path) -> Path:
     return run / FOLDER / f"{max(taken, default=0) + 1:04}.bin"
 
 
-def read(run: Path, most: int = _MOST_BYTES) -> list[RankTimes]:
+def read(run: Path, most: int | None = None) -> list[RankTimes]:
     """Return the rows of each job that has any, without those of steps that came again later.
 
-    At most so many bytes are read, of the newest rows.
+    At most so many bytes are read (None: a gigabyte), of the newest rows.
     """
     jobs: list[RankTimes] = []
     least = np.inf
-    left = most
+    left = _MOST_BYTES if most is None else most
     for path in reversed(_files(run)):
         rows = _read(path, left)
         if rows is None:

@@ -57,7 +57,7 @@ def test_the_parts_add_up_to_the_time_from_the_launchers_start_to_its_end(tmp_pa
     options = "--set", "checkpoint.every=25", "--set", "train.precision='fp32'"
     begun = time.monotonic()
     with started(command(4, *options, "--set", "train.steps=100000"), tmp_path) as job:
-        wait_for(lambda: time.monotonic() - begun > 40 and steps_done(tmp_path) > 60, job, 300)
+        wait_for(lambda: time.monotonic() - begun > 60 and steps_done(tmp_path) > 60, job, 300)
     killed = time.monotonic() - begun
     last = steps_done(tmp_path)
     done = train(tmp_path, 4, *options, "--set", f"train.steps={2 * last}")
