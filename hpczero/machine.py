@@ -8,10 +8,8 @@ import os
 import re
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +22,7 @@ ROOT = Path("/")
 
 def boot_identity(root: Path = ROOT) -> str:
     """Return the identity of the running kernel: equal in all its containers, unique elsewhere."""
-    return _text(root / "proc/sys/kernel/random/boot_id").strip()
+    return text_of(root / "proc/sys/kernel/random/boot_id").strip()
 
 
 def process_began(root: Path = ROOT) -> float:
@@ -32,7 +30,7 @@ def process_began(root: Path = ROOT) -> float:
 
     The kernel counts from its own start, which `psutil` knows to the second alone.
     """
-    fields = _text(root / "proc/self/stat").rpartition(")")[2].split()
+    fields = text_of(root / "proc/self/stat").rpartition(")")[2].split()
     if len(fields) < 20 or not fields[19].isdigit():
         return time.time()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -69,7 +67,7 @@ class _Mount:
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split(" ")  # a field may be empty
         kind, _, options = after.split(" ", 2)
@@ -87,7 +85,7 @@ def _unescaped(field: str) -> Path:
 
 def _cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
     """Yield version (1 or 2) and folder of this process's cgroups, then of those above them."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if (number, controllers) == ("0", "") else 1
         if version == 1 and controller not in controllers.split(","):
@@ -119,10 +117,10 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     quotas = []
     for version, folder in _cgroup_folders("cpu", root):
         if version == 2:
-            quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+            quota, _, period = text_of(folder / "cpu.max").strip().partition(" ")
         else:
-            quota = _text(folder / "cpu.cfs_quota_us").strip()
-            period = _text(folder / "cpu.cfs_period_us").strip()
+            quota = text_of(folder / "cpu.cfs_quota_us").strip()
+            period = text_of(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -151,10 +149,10 @@ def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
     limits = []
     for version, folder in _cgroup_folders("memory", root):
         names = _MEMORY_FILES[version]
-        limit = _text(folder / names.limit).strip()
-        used = _text(folder / names.used).strip()
+        limit = text_of(folder / names.limit).strip()
+        used = text_of(folder / names.used).strip()
         if limit.isdigit() and int(limit) < 1 << 60:  # version 1 writes "no limit" as almost 2^63
-            counts = _fields(_text(folder / "memory.stat"))
+            counts = _fields(text_of(folder / "memory.stat"))
             reclaimable = sum(counts.get(name, 0) for name in names.reclaimable)
             limits.append(MemoryLimit(int(limit), max(0, int(used or 0) - reclaimable), folder))
     return limits
@@ -194,7 +192,7 @@ class Memory:
 
 
 def memory(root: Path = ROOT) -> Memory:
-    kilobytes = _fields(_text(root / "proc/meminfo"))
+    kilobytes = _fields(text_of(root / "proc/meminfo"))
     return Memory(
         kilobytes.get("MemTotal", 0) * 1024,
         kilobytes.get("MemAvailable", 0) * 1024,
@@ -221,70 +219,6 @@ def _fields(text: str) -> dict[str, int]:
     """Return name -> number for lines such as `MemTotal:  123 kB` and `inactive_file 123`."""
     pairs = re.findall(r"^(\S+)\s+(\d+)", text, re.MULTILINE)
     return {name.rstrip(":"): int(number) for name, number in pairs}
-
-
-# --------------------------------------------------------------------------------------- cores
-
-
-def usable_cores(root: Path = ROOT) -> set[int]:
-    """Return the cores that this process may run on, each named by its first hardware thread.
-
-    Two threads of one core count once.
-    """
-    return {_first_thread(cpu, root) for cpu in os.sched_getaffinity(0)}
-
-
-def _first_thread(cpu: int, root: Path) -> int:
-    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    first = re.match(r"\d+", _text(topology / "thread_siblings_list"))
-    return int(first[0]) if first else cpu
-
-
-def processor(root: Path = ROOT) -> str:
-    """Return the processor's name, as in "AMD EPYC 7763 64-Core Processor"."""
-    named = re.search(r"^model name\s*:\s*(\S.*)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
-    return named[1] if named else f"a processor ({os.uname().machine})"
-
-
-# the kernel's names of processors' features, on x86 and Arm
-_PRODUCTS = {
-    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
-    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
-}
-
-
-def multiplies(precision: str, root: Path = ROOT) -> bool:
-    """Return False if the processor is known to have no products of these numbers."""
-    info = _text(root / "proc/cpuinfo")
-    found = re.search(r"^(?:flags|Features)\s*:\s*(\S.*)$", info, re.MULTILINE)
-    wanted = _PRODUCTS.get(precision)
-    return not found or not wanted or not wanted.isdisjoint(found[1].split())
-
-
-def waited_for_core(root: Path = ROOT) -> float:
-    """Return the seconds that this thread could have run and had no core; 0 if unknown (Linux)."""
-    counts = _text(root / "proc/thread-self/schedstat").split()
-    return int(counts[1]) / 1e9 if len(counts) == 3 else 0.0
-
-
-def threads_per_rank(affinities: Sequence[Set[int]], quota: float | None = None) -> list[int]:
-    """Return the number of threads, at least one, for each rank of a node.
-
-    `affinities` are the cores that each rank may use, `quota` the cores' worth of time that the
-    cgroups allow all of them. A core that n ranks may use counts one n-th for each: bound ranks
-    keep their cores, unbound ranks share.
-    """
-    ranks_on = Counter(core for cores in affinities for core in cores)
-    shares = [
-        sum((Fraction(1, ranks_on[core]) for core in cores), Fraction()) for cores in affinities
-    ]
-    allowed = Fraction(len(ranks_on))
-    if quota is not None:
-        allowed = Fraction(quota).limit_denominator(10**6)
-    total = sum(shares, Fraction())
-    if total > allowed:
-        shares = [share * allowed / total for share in shares]
-    return [max(1, int(share)) for share in shares]
 
 
 # ---------------------------------------------------------------------- shared-memory segments
@@ -378,7 +312,7 @@ def _files_in_use(proc: Path) -> Iterator[tuple[int, int]]:
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            yield from mapped_files(_text(process / "maps"))
+            yield from mapped_files(text_of(process / "maps"))
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -396,7 +330,7 @@ def mapped_files(maps: str) -> set[tuple[int, int]]:
     }
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Return a file's text; "" if it is missing or unreadable: a fact that the kernel hides."""
     try:
         return path.read_text(errors="surrogateescape")

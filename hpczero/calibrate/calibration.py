@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from hpczero import machine
+from hpczero import machine, processors
 from hpczero.calibrate import compute, disk, links, passes
 from hpczero.calibrate.findings import Findings, Machine, Moved
 from hpczero.calibrate.turns import Turns
@@ -176,14 +176,14 @@ def machine_of(world: World, folder: Path, threads: int) -> Machine:
     memory = machine.memory()
     on_device = world.device.memory()
     facts = [machine.cpu_quota(), setup.computer_of(world), world.device.identity]
-    found = world.all_gather_objects([world.node, sorted(machine.usable_cores()), *facts])
+    found = world.all_gather_objects([world.node, sorted(processors.usable_cores()), *facts])
     of_node = [one for one in found if one[0] == found[0][0]]
     cores = len({core for _, usable, *_ in of_node for core in usable})
     quota = of_node[0][2] or math.inf
     parts = len({node for node, _, _, computer, _ in found if computer == found[0][3]})
     gpus = len({identity for *_, identity in of_node})
     return Machine(
-        device=world.device.name if on_device else f"a core of {machine.processor()}",
+        device=world.device.name if on_device else f"a core of {processors.processor()}",
         kind=world.device.kind,
         device_memory=on_device.total if on_device else 0,
         devices=gpus if on_device else max(1, int(min(quota, cores) / parts)),

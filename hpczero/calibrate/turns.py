@@ -5,9 +5,9 @@ warm up; the slower rank's second time says how often it runs in a turn, so that
 the clock, and how many turns there is time for. All ranks begin each turn together.
 
 Other programs may use the machine. Where every rank computes in one thread and there are no more
-ranks than cores, the system says how long a rank had no core (`machine.waited_for_core`): of what
-ranks do alone that time does not count, and of what they do together those turns do not in which
-one of them had none, if others remain.
+ranks than cores, the system says how long a rank had no core
+(`processors.waited_for_core`): of what ranks do alone that time does not count, and of what they do
+together those turns do not in which one of them had none, if others remain.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpczero import machine
+from hpczero import machine, processors
 from hpczero.calibrate.findings import Timing
 from hpczero.comm.world import World
 
@@ -96,7 +96,7 @@ class Turns:
         return float(largest)
 
     def _waited(self) -> float:
-        return machine.waited_for_core() if self.core_of_its_own else 0.0
+        return processors.waited_for_core() if self.core_of_its_own else 0.0
 
     def _on_host(self, action: Action | None, repeats: int) -> float:
         began = time.perf_counter()

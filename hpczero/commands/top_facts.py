@@ -28,7 +28,7 @@ from hpczero.text import format_age, printable
 
 _MOST = 16 << 20  # bytes of metrics that are read at first, the newest ones
 _EVENTS = 50
-_ROWS = 64  # of times of ranks
+_ROWS = 64  # of times of ranks: more than stragglers are found by
 _SLACK = 2.0  # seconds between clocks of computers
 _LONG_STEPS, _LONG, _LONG_IF_AMISS = 5, 10.0, 2.0  # a wait of so many steps, and seconds
 _SOON = 10.0  # seconds in which the ranks mostly answer

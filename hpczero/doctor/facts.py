@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from hpczero import env, machine
+from hpczero import env, machine, processors
 from hpczero.comm.mpi_library import Library, installed_wheels
 from hpczero.text import consecutive_runs, format_span
 from hpczero_kernels.table import MIN_CAPABILITY, available
@@ -99,7 +99,7 @@ def report() -> Report:
         launched={name: list(task) for name, task in env.launched_tasks().items()},
         launcher=_launcher(),
         mpirun_on_path=shutil.which("mpirun"),
-        cores=sorted(machine.usable_cores()),
+        cores=sorted(processors.usable_cores()),
         quota=machine.cpu_quota(),
         physical=memory.physical,
         available=memory.available,
@@ -220,7 +220,7 @@ def table(nodes: Sequence[Sequence[Report]], most: int) -> Iterator[str]:
             first.host,
             ",".join(map(_span, consecutive_runs([report.rank for report in node]))),
             str(len(set.union(*cores))),
-            _span(machine.threads_per_rank(cores, first.quota)),
+            _span(processors.threads_per_rank(cores, first.quota)),
             f"{first.usable / len(node) / (1 << 30):.1f} GiB",
             _span([len(report.gpus) for report in node]),
         )

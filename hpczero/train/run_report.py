@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from hpczero import env, machine
+from hpczero import env, processors
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.planner.allocation import Allocation
@@ -44,7 +44,7 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
             what = f"{memory} was not checked: what the stages need is not known"
         reporter.event("WARN", what=what)
     precision = job.spec.train.precision
-    if world.device.kind == "cpu" and not machine.multiplies(precision):
+    if world.device.kind == "cpu" and not processors.multiplies(precision):
         what = f"this processor has no {precision} products: fp32 (train.precision) is much faster"
         reporter.event("WARN", what=what)
     for what in (*left_out(job.spec, job.grid), *site_profile.unusable()):

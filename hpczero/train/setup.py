@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hpczero import device, env, kernel_cache, machine
+from hpczero import device, env, kernel_cache, machine, processors
 from hpczero.comm.grid import Grid
 from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
@@ -174,10 +174,10 @@ def share_cores(world: World, alike: Sequence[int] = ()) -> int:
     than cores, those that wait leave them to the others.
     """
     ranks = _ranks_of_computer(world)
-    usable = all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
+    usable = all_gather(world, [sorted(processors.usable_cores()), machine.cpu_quota()])
     cores = [set(usable[rank][0]) for rank in ranks]
     _, quota = usable[ranks[0]]
-    threads = machine.threads_per_rank(cores, quota)[ranks.index(world.rank)]
+    threads = processors.threads_per_rank(cores, quota)[ranks.index(world.rank)]
     of_ranks = all_gather(world, threads)
     threads = min((of_ranks[rank] for rank in alike), default=threads)
     world.progress.is_crowded = len(ranks) > min(len(set().union(*cores)), quota or math.inf)

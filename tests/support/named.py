@@ -16,7 +16,8 @@ def named_by(run: Path) -> dict[str, list[tuple[int, str]]]:
     page = run.with_name("x.html")
     blamed = _words("blame", str(run))
     _words("report", str(run), "-o", str(page))
-    told = {"blame": blamed, "report": html.unescape(_TAG.sub(" ", page.read_text()))}
+    seen = _words("top", str(run), "--once")
+    told = {"blame": blamed, "top": seen, "report": html.unescape(_TAG.sub(" ", page.read_text()))}
     return {verb: _named(words) for verb, words in told.items()}
 
 

@@ -9,6 +9,7 @@ ALLOWED = {
     "safe_files": {"errors"},
     "env": {"errors", "safe_files"},
     "machine": {"errors", "env", "safe_files"},
+    "processors": {"machine"},
     "device": {"errors", "machine"},
     "kernel_cache": {"errors", "env", "safe_files"},
     "lock": {"errors", "env", "machine", "safe_files"},
@@ -49,7 +50,17 @@ ALLOWED = {
     "inference": {"errors", "text", "spec", "machine", "device", "kernel_cache", "comm.group"}
     | {"model", "parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
     "track": {"errors", "env", "safe_files", "spec", "text"},
-    "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
+    "train": {
+        "errors",
+        "env",
+        "machine",
+        "processors",
+        "device",
+        "kernel_cache",
+        "lock",
+        "safe_files",
+        "text",
+    }
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner", "track"}
     | {"runs.rank_times", "runs.goodput", "runs.energy"}
     | {"checkpoint", "hpczero_kernels", ""},
@@ -59,8 +70,18 @@ ALLOWED = {
     "report": {"errors", "env", "safe_files", "svg", "text", "spec", "runs"}
     | {"comm.grid", "comm.trace", "calibrate.run_trace", "data.samples", "planner.volumes"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.simulate", "train.trace_file"},
-    "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
-    "calibrate": {"errors", "machine", "device", "safe_files", "spec", "comm", "text"}
+    "doctor": {
+        "errors",
+        "env",
+        "machine",
+        "processors",
+        "safe_files",
+        "text",
+        "comm",
+        "hpczero_kernels",
+        "",
+    },
+    "calibrate": {"errors", "machine", "processors", "device", "safe_files", "spec", "comm", "text"}
     | {"planner", "train.setup", "hpczero_kernels"},
     "calibrate.traced_run": {"errors", "safe_files", "spec", "text", "comm.grid", "comm.trace"}
     | {"model.families", "model.shapes", "parallel.states", "planner.volumes"}

@@ -75,7 +75,7 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_rank_times(run: Path, steps: int, ranks: int = RANKS, every: int = 5) -> None:
+def write_rank_times(run: Path, steps: int, ranks: int = RANKS, every: int = 4) -> None:
     (run / rank_times.FOLDER).mkdir(exist_ok=True)
     content = [rank_times.head(ranks)]
     for first in range(1, steps + 1, every):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero import machine
+from hpczero import machine, processors
 
 GIB = 1 << 30
 V2_MOUNT = "30 24 0:26 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -176,8 +176,8 @@ def test_a_computer_that_tells_nothing_breaks_nothing(tmp_path: Path) -> None:
 def test_this_computer_has_memory_and_cores() -> None:
     memory = machine.memory()
     assert memory.physical > memory.available > 0
-    assert machine.usable_cores() <= os.sched_getaffinity(0)
-    assert machine.usable_cores()
+    assert processors.usable_cores() <= os.sched_getaffinity(0)
+    assert processors.usable_cores()
     assert machine.boot_identity()
 
 
@@ -203,7 +203,7 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{min(here)},99\n"
         for cpu in here
     }
-    assert machine.usable_cores(lay_out(tmp_path, siblings)) == {min(here)}
+    assert processors.usable_cores(lay_out(tmp_path, siblings)) == {min(here)}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
 def test_threads_per_rank(
     affinities: list[set[int]], quota: float | None, threads: list[int]
 ) -> None:
-    assert machine.threads_per_rank(affinities, quota) == threads
+    assert processors.threads_per_rank(affinities, quota) == threads
 
 
 def test_stale_segments_are_ours_by_name_and_nobodys_by_use(tmp_path: Path) -> None:
@@ -327,5 +327,5 @@ def test_maps_are_read_by_device_and_inode() -> None:
 )
 def test_products_that_a_processor_has(tmp_path: Path, line: str, bf16: bool, fp16: bool) -> None:
     root = lay_out(tmp_path, {"proc/cpuinfo": f"processor\t: 0\n{line}\n"})
-    found = [machine.multiplies(precision, root) for precision in ("bf16", "fp16", "fp32")]
+    found = [processors.multiplies(precision, root) for precision in ("bf16", "fp16", "fp32")]
     assert found == [bf16, fp16, True]

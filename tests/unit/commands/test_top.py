@@ -83,7 +83,7 @@ def test_nothing_of_a_stranger_reaches_the_terminal(
     run = write_run(tmp_path / "r", [{"step": 1, "time": 2, "loss": 1.0}], events)
     rows = [
         (at, at, [{"step": 1.0, "data": 0.9 * (rank == 1)} for rank in range(3)])
-        for at in range(1, 9)
+        for at in range(1, 13)
     ]
     write_rank_times(run, 3, *rows)
     bad = replace(state(waited=30.0), waits_in=BAD, axis=BAD)
