@@ -31,7 +31,7 @@ from hpczero.comm import live  # noqa: E402
 from hpczero.comm.live import Live, Onlooker  # noqa: E402
 from hpczero.comm.status import SLOT, Signature, Status  # noqa: E402
 from hpczero.comm.world import World  # noqa: E402
-from hpczero.safe_files import make_folders  # noqa: E402
+from hpczero.safe_files import make_folders, write_text  # noqa: E402
 from hpczero.spec.load import load  # noqa: E402
 from hpczero.spec.schema import Spec  # noqa: E402
 from hpczero.spec.track import Track  # noqa: E402
@@ -207,10 +207,10 @@ def of_energy(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
     root = folder / "powercap"
     for zone, name in (("0", "package-0"), ("0:0", "dram"), ("1", "package-1"), ("1:0", "dram")):
         path = root / f"intel-rapl:{zone}"
-        path.mkdir(parents=True)
+        make_folders(path)
         for file, content in (("name", name), ("max_energy_range_uj", "262143328850")):
-            (path / file).write_text(content)
-        (path / "energy_uj").write_text("123456789")
+            write_text(path / file, content)
+        write_text(path / "energy_uj", "123456789")
     rapl = Rapl(root)
     yield [Hook("energy: RAPL of two processors", rapl.joules, 1 / spec.train.log_every, 5_000)]
     rapl.close()

@@ -23,6 +23,10 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hpczero import safe_files  # noqa: E402
+
 HEALTHY = ROOT / "tests" / "unit" / "runs" / "healthy"
 FACTS = HEALTHY / "recorded.json"
 _MOST = 900  # seconds of a run, on a busy machine
@@ -142,7 +146,7 @@ def record(run: Recorded) -> dict[str, object]:
     """Run it, copy its file, and return when and how that was."""
     began = datetime.now(UTC)
     with tempfile.TemporaryDirectory() as folder, busy(run.loads):
-        (Path(folder) / "spec.toml").write_text(run.spec)
+        safe_files.write_text(Path(folder) / "spec.toml", run.spec)
         launcher = str(Path(sys.executable).with_name("mpirun"))
         command = [launcher, "-n", str(run.ranks), sys.executable, "-m", "hpczero", "run"]
         # threads that wait for each other leave their processors to those that work
@@ -150,7 +154,8 @@ def record(run: Recorded) -> dict[str, object]:
         command += ["spec.toml"]
         subprocess.run(command, cwd=folder, env=calm, check=True, timeout=_MOST)
         (file,) = (Path(folder) / "runs" / run.name / "rank_times").glob("*.bin")
-        (HEALTHY / f"{run.name}.bin").write_bytes(file.read_bytes())
+        with safe_files.written_whole(HEALTHY / f"{run.name}.bin") as copy:
+            copy.write(file.read_bytes())
     return {
         "date": f"{began:%Y-%m-%d %H:%M} UTC",
         "machine": f"{psutil.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
@@ -190,13 +195,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of RUNS; none: all")
     names = parser.parse_args().names
-    HEALTHY.mkdir(exist_ok=True)
+    safe_files.make_folders(HEALTHY)
     facts = json.loads(FACTS.read_text()) if FACTS.exists() else {}
     for run in RUNS:
         if not names or run.name in names:
             facts[run.name] = record(run)
-            FACTS.write_text(json.dumps(facts, indent=1) + "\n")
-            (HEALTHY / "README.md").write_text(readme(facts))
+            safe_files.write_text(FACTS, json.dumps(facts, indent=1) + "\n")
+            safe_files.write_text(HEALTHY / "README.md", readme(facts))
 
 
 if __name__ == "__main__":
