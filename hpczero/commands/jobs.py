@@ -19,7 +19,7 @@ from hpczero.batch.submit import living_by_scheduler
 from hpczero.batch.submit_sweep import folder_of
 from hpczero.errors import HpczeroError, InputError
 from hpczero.runs import energy
-from hpczero.runs.goodput import goodput_in
+from hpczero.runs.goodput import Goodput, goodput_in
 from hpczero.spec.load import load, load_sweep
 from hpczero.text import (
     format_age,
@@ -95,7 +95,17 @@ def _status_as_data(wanted: Named, states: Sequence[Progress], one: bool) -> obj
     if wanted.folder:
         counts = Counter(progress.state for progress in states)
         return {"sweep": str(wanted.folder), "states": counts, "runs": data}
-    return data[0] if one else data
+    return data[0] | _spent(states[0].run) if one else data
+
+
+def _spent(run: Path) -> dict[str, object]:
+    """Return what the run's time and energy went into."""
+    booked = _booked(run)
+    tokens = booked.tokens if booked else 0.0
+    return {
+        "goodput": booked.as_data() if booked else None,
+        "energy": energy.read(run).as_data(tokens),
+    }
 
 
 def states_of(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
@@ -282,10 +292,7 @@ def _in_full(progress: Progress) -> list[str]:
 
 def _goodput(run: Path) -> list[str]:
     """Say what the run's time and energy went into, if that is known and soon found out."""
-    try:
-        booked = goodput_in(run)
-    except InputError:
-        return []
+    booked = _booked(run)
     if booked is None or booked.share is None:
         return []
     waited = "" if booked.queued is None else f"; {format_duration(booked.queued)} in the queue"
@@ -296,6 +303,13 @@ def _goodput(run: Path) -> list[str]:
         f"  goodput     {booked.share:.0%} of its ranks' time trained: {words}{waited}",
         f"  energy      {energy.read(run).words(booked.tokens)}",
     ]
+
+
+def _booked(run: Path) -> Goodput | None:
+    try:
+        return goodput_in(run)
+    except InputError:
+        return None
 
 
 def _bytes_below(run: Path) -> int:
