@@ -357,7 +357,7 @@ class OwnRun:
             if self._log.path:
                 estimate = process.seconds_of_save(self.world, saved_elements(self.engine))
                 self._deadline = Deadline(env.deadline(), estimate)
-            self._requests = StopRequests(self._log.path, self._deadline)
+            self._requests = StopRequests(self._log.path, self._deadline, self.world.status)
             self._listening.enter_context(self._requests)
         return process.agreed_reason(self.world, self._requests)
 

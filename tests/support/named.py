@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.launch import hpczero, launch
 
-_SAID = re.compile(r"Rank (\d+) on \S+ is slow: .*?The cause: (.*?)\.", re.DOTALL)
+_SAID = re.compile(r"Rank (\d+) on \S+ is slow: .*?The cause: (.*?)\.")
 _TAG = re.compile(r"<[^>]*>")
 
 
@@ -28,7 +28,7 @@ def slow_as_data(run: Path) -> list[tuple[int, str]]:
 
 
 def _named(words: str) -> list[tuple[int, str]]:
-    return [(int(rank), why) for rank, why in _SAID.findall(words)]
+    return [(int(rank), why) for rank, why in _SAID.findall(" ".join(words.split()))]
 
 
 def _words(*arguments: str) -> str:
