@@ -1,7 +1,6 @@
 """The ranks of this job: their life from start to end, and the groups in which they talk."""
 
 import atexit
-import gc
 import os
 import sys
 import time
@@ -78,7 +77,6 @@ class World(Nodes):
         world = cls(mpi, mpi.COMM_WORLD.Dup(), ranks_per_node, limits)
         if starts:
             _OPEN.clear()
-            atexit.register(gc.freeze)  # else the interpreter looks for garbage for seconds
             cls._hook = sys.excepthook
             sys.excepthook = _uncaught
             atexit.register(_left)

@@ -1,6 +1,7 @@
 """`hpczero run`: print a first line, then load torch, MPI and the kernels, and train."""
 
 import argparse
+import gc
 import sys
 
 from hpczero import env, kernel_cache
@@ -11,7 +12,11 @@ from hpczero.train.console import Tolerant
 def run(options: argparse.Namespace) -> int:
     if all(rank == 0 for rank, _ in env.launched_tasks().values()):
         _say(log_line("load", {"spec": options.spec, "what": "torch, MPI and kernels"}))
-    code: int = kernel_cache.load("hpczero.train.run").run(options)
+    train = kernel_cache.load("hpczero.train.run")
+    # At its end the interpreter would look for garbage among the libraries for seconds. Nothing of
+    # a user is loaded yet: what a callback or model has open is still written and closed then.
+    gc.freeze()
+    code: int = train.run(options)
     return code
 
 

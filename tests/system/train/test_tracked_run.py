@@ -111,6 +111,16 @@ def test_the_callback_has_seen_every_line(resumed: Any) -> None:
     assert told == [line["event"] for line in lines_of(folder / "runs/tiny/events.jsonl")]
 
 
+def test_what_a_callback_never_closes_is_written_all_the_same(tmp_path: Path) -> None:
+    """Python writes and closes what modules hold at its end: nothing may cut that short."""
+    (tmp_path / "spec.toml").write_text(SPEC + '[track]\ncallback = "of_mine:see"\n')
+    callback = 'FILE = open("seen", "w")\ndef see(line):\n    FILE.write(f"{len(line)}\\n")\n'
+    (tmp_path / "of_mine.py").write_text(callback)
+    path = os.pathsep.join([str(CHECKOUT), str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    assert train(tmp_path, 2, PYTHONPATH=path).code == 0
+    assert len((tmp_path / "seen").read_text().splitlines()) > 5
+
+
 def test_what_is_missing_is_a_warning_and_the_run_is_done(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(TRACKED)
     for name in ("wandb", "mlflow"):
