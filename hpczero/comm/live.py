@@ -53,15 +53,15 @@ class Live:
         rank: int,
         node: int,
         slots: Mapping[int, memoryview],
-        makes: bool,
+        is_first: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots`: of the ranks of this node; `makes`: this node's ranks make the file `asked`."""
+        """`slots`: of the ranks of this node; `is_first`: they make the file `asked`."""
         self._status = status
         self._rank = rank
         self._node = node
         self._slots = slots
-        self._makes = makes
+        self._is_first = is_first
         self._clock = clock
         self._folder: Path | None = None
         self._vacant: float | None = None  # since when no rank of this node has the duty
@@ -108,7 +108,11 @@ class Live:
             content = safe_files.read_small(path, _MOST)
         except InputError:
             content = b""
-            if self._makes and not safe_files.is_seen(path) and safe_files.is_seen(folder.parent):
+            if (
+                self._is_first
+                and not safe_files.is_seen(path)
+                and safe_files.is_seen(folder.parent)
+            ):
                 with contextlib.suppress(OSError, InputError):
                     safe_files.make_own_folder(folder)
                     safe_files.touch(path)
@@ -126,7 +130,7 @@ class Live:
         sizes = {rank: rank_process.resident(state) for rank, state in states.items()}
         known = {rank: size for rank, size in sizes.items() if size}
         file = NodeFile(time.time(), "live", states, {}, notes, known)
-        node_file.write(path_of(folder, self._node), file, self._rank, _OPERATIONS)
+        node_file.write(path_of(folder, self._node), file, self._rank)
 
 
 class Onlooker:

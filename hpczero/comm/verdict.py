@@ -12,7 +12,7 @@ STARTED = "has started it, but waits in nothing, so that it does not go on there
 DIFFERENT = "in a different operation"
 ABSENT = "not come"
 UNKNOWN = "no news of"
-# what is amiss with a process
+# what is wrong with a process
 ENDED = "its process has ended"
 STOPPED = "its process is stopped (by a signal or a debugger)"
 _SHOWN = 8  # ranks told about one by one
