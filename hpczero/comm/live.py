@@ -140,12 +140,12 @@ class Onlooker:
         self._folder = folder
         self._seen = self._read()  # perhaps an earlier job's
         self._news: dict[Path, NodeFile] = {}
-        self._may_ask = True
+        self._could_ask = True
 
     def ask(self) -> str:
         """Ask for the ranks' states; return why that cannot be done, "" if it was."""
         path = asked_in(self._folder)
-        self._may_ask = False
+        self._could_ask = False
         try:
             # in place and always as long: whoever reads it meanwhile sees a change, too
             with os.fdopen(safe_files.open_for_writing(path), "wb", buffering=0) as file:
@@ -154,13 +154,13 @@ class Onlooker:
             return f"{path} is not there: the job is starting, or has no watchdog"
         except OSError as error:
             return f"{path}: {error.strerror}"
-        self._may_ask = True
+        self._could_ask = True
         return ""
 
     @property
-    def has_to_wait(self) -> bool:
+    def may_be_answered(self) -> bool:
         """Return True if the ranks may come to listen, or to answer, yet."""
-        return self._may_ask or not safe_files.is_seen(asked_in(self._folder))
+        return self._could_ask or not safe_files.is_seen(asked_in(self._folder))
 
     def files(self) -> list[NodeFile]:
         """Return the newest file of each node that has written one since this began to look.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpczero.batch import run_status, scheduler, submission, sweep_runs
 from hpczero.batch.command import QueuedJob
@@ -227,8 +227,17 @@ def _row(progress: Progress, name: str, longest: int) -> list[str]:
     return [printable(name, longest), progress.state, *figures_of(progress)]
 
 
-def figures_of(progress: Progress) -> list[str]:
-    """Return step, loss, tokens per second, time left and last save in words."""
+class Figures(NamedTuple):
+    """Figures of a run in words: "?" or "" where they are not known."""
+
+    step: str
+    loss: str
+    speed: str  # tokens per second
+    left: str  # time
+    saved: str  # step of the last save
+
+
+def figures_of(progress: Progress) -> Figures:
     loss = _loss(progress.loss) or "?"
     speed = left = "?"
     if progress.tokens_per_second is not None:
@@ -238,7 +247,7 @@ def figures_of(progress: Progress) -> list[str]:
     elif progress.seconds_left is not None:
         left = format_duration(progress.seconds_left)
     saved = "" if progress.last_save is None else f"{progress.last_save:,}"
-    return [f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved]
+    return Figures(f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved)
 
 
 def _loss(loss: float | None) -> str:

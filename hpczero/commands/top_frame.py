@@ -62,9 +62,9 @@ def _progress(facts: Facts, width: int, fine: bool) -> Iterator[str]:
     words = (
         f"step {progress.step:,} of {progress.steps:,} ({share:.{0 if share in (0, 1) else 1}%})"
     )
-    left = figures_of(progress)[3]
-    if left not in ("", "?"):
-        words += f", {left} left"
+    figures = figures_of(progress)
+    if figures.left not in ("", "?"):
+        words += f", {figures.left} left"
     if progress.job_seconds_left is not None and progress.state in ("running", "STALLED"):
         words += f", its job has {format_duration(progress.job_seconds_left)}"
     if progress.state not in ("running", "STALLED") and progress.age_seconds is not None:
@@ -72,14 +72,13 @@ def _progress(facts: Facts, width: int, fine: bool) -> Iterator[str]:
     yield from _wrapped(words, width)
     full = round(share * (width - 2))
     yield f"[{('█' if fine else '#') * full}{('░' if fine else '.') * (width - 2 - full)}]"
-    _, loss, speed, _, saved = figures_of(progress)
-    parts = [f"loss {loss}"]
+    parts = [f"loss {figures.loss}"]
     if progress.validation_loss is not None:
         parts.append(f"validation {format_loss(progress.validation_loss)}")
-    parts.append(f"{speed} tokens/s")
+    parts.append(f"{figures.speed} tokens/s")
     if progress.seconds_per_step is not None:
         parts.append(f"{progress.seconds_per_step:.3g} s a step")
-    parts.append(f"saved step {saved}" if saved else "nothing saved yet")
+    parts.append(f"saved step {figures.saved}" if figures.saved else "nothing saved yet")
     yield from _wrapped(", ".join(parts), width)
 
 
@@ -103,8 +102,8 @@ def _words(facts: Facts, width: int) -> Iterator[str]:
     """Yield who is behind, who is slow, and what is held in memory."""
     said = [facts.behind.words] if facts.behind else []
     said += [one.words for one in facts.slow[:_MOST_SLOW]]
-    if more := len(facts.slow) - _MOST_SLOW:
-        said += [f"{format_count(more, 'more rank')} slow."] if more > 0 else []
+    if (more := len(facts.slow) - _MOST_SLOW) > 0:
+        said.append(f"{format_count(more, 'more rank')} {'is' if more == 1 else 'are'} slow.")
     said += filter(None, [_memory(facts)])
     for words in said:
         yield ""

@@ -120,7 +120,7 @@ def test_a_folder_that_is_removed_is_not_made_again_before_the_run_is(folder: Pa
     assert node.run(10, onlooker)
     safe_files.remove_tree(folder.parent)
     assert "asked is not there: the job is starting" in onlooker.ask()
-    assert onlooker.has_to_wait
+    assert onlooker.may_be_answered
     node.run(30)
     assert not folder.parent.exists()
     folder.parent.mkdir()
@@ -186,9 +186,9 @@ def test_who_may_only_read_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(safe_files, "open_for_writing", refuse)
     asked_in(folder).touch()
     onlooker = Onlooker(folder)
-    assert onlooker.has_to_wait
+    assert onlooker.may_be_answered
     assert onlooker.ask() == f"{asked_in(folder)}: Permission denied"
-    assert not onlooker.has_to_wait
+    assert not onlooker.may_be_answered
 
 
 def test_an_error_while_somebody_looks_does_not_end_a_job(
