@@ -1,6 +1,6 @@
-"""What the ranks of a job do now, for somebody who looks from outside: on demand, through files.
+"""The ranks' doings, for somebody who looks at a job from outside: on demand, through files.
 
-Who looks (`Onlooker`) writes something new into `<run>/watch/asked` every few seconds. On each node
+The onlooker writes something new into `<run>/watch/asked` every few seconds. On each node
 one rank reads that file now and then. As long as its content changes, it writes what the ranks of
 its node do into `live-<node>.json` (`node_file`). So nobody loads the file server unasked, and no
 two computers' clocks are compared: either side sees what changes, and takes the time itself.
@@ -129,12 +129,12 @@ class Live:
         notes = rank_process.notes(states)
         sizes = {rank: rank_process.resident(state) for rank, state in states.items()}
         known = {rank: size for rank, size in sizes.items() if size}
-        file = NodeFile(time.time(), "live", states, {}, notes, known)
+        file = NodeFile(time.time(), "", states, {}, notes, known)
         node_file.write(path_of(folder, self._node), file, self._rank)
 
 
 class Onlooker:
-    """Who looks at a job, in the folder that its ranks write in; only `ask` writes anything."""
+    """A look at a job, through the folder that its ranks write in; only `ask` writes anything."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

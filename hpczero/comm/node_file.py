@@ -26,7 +26,10 @@ _MOST_OPERATIONS = 16  # of each group, in a file
 
 @dataclass(frozen=True)
 class NodeFile:
-    """`at`: when it was written, in seconds since 1970; stacks and notes are of some ranks."""
+    """`at`: when it was written, in seconds since 1970; stacks and notes are of some ranks.
+
+    `reason`: why it was written, in words; "" if for somebody who looks.
+    """
 
     at: float
     reason: str

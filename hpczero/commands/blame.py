@@ -90,14 +90,15 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     }
     stacks = {rank: text for file in files for rank, text in file.stacks.items()}
     notes = {rank: text for file in files for rank, text in file.notes.items()}
-    reasons = list(dict.fromkeys(printable(file.reason) for file in files))
+    reasons = list(dict.fromkeys(printable(file.reason) for file in files if file.reason))
+    because = f" ({join_words(reasons)})" if reasons else ""
     missing = _missing(run, states)
     known = run.jobs[-1].hosts if run.jobs else {}
     hosts = {rank: known.get(rank, "an unknown host") for rank in [*states, *missing]}
     waiting = [rank for rank, state in states.items() if state.waited is not None]
     if not waiting:
         busy = ", ".join(_at(rank, states[rank]) for rank in sorted(states)[:8])
-        words = f"No rank waits for another one: {busy}. ({join_words(reasons)})"
+        words = f"No rank waits for another one: {busy}.{because}"
         return Finding([], words, (), stacks, newest)
     members = verdict.members(states)
     questions = [
@@ -111,7 +112,7 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     behind = verdict.suspects(question, judged, states, gone)
     details = verdict.account(question, judged, states, hosts, notes)
     told = [_behind(rank, states.get(rank), hosts[rank], notes.get(rank)) for rank in behind[:8]]
-    words = _paragraph(question, behind, told, states) + f" ({join_words(reasons)})"
+    words = _paragraph(question, behind, told, states) + because
     chosen = {rank: stacks[rank] for rank in [*behind, question.rank] if rank in stacks}
     return Finding(behind, words, [printable(line) for line in details], chosen, newest)
 

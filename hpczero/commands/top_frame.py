@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from hpczero.commands.jobs import figures_of
 from hpczero.commands.top_facts import Facts
 from hpczero.commands.top_ranks import folds
-from hpczero.report.terminal import drawn, has_braille
+from hpczero.report.terminal import chart, has_braille, points
 from hpczero.runs.columns import TIME, seconds_of
-from hpczero.runs.curves import Curve, curve
+from hpczero.runs.curves import curve
 from hpczero.text import (
     format_age,
     format_count,
@@ -27,7 +25,6 @@ from hpczero.text import (
 
 NARROWEST = 40
 _MOST_FOLDS, _MOST_SLOW = 16, 3
-_MARGIN = 10  # letters before the curve
 _CURVE = 4  # lines
 _MOST_EVENTS = 8
 _LONGEST_NAME = 80
@@ -39,7 +36,7 @@ def frame(facts: Facts, width: int, height: int | None, encoding: str) -> list[s
     width = max(NARROWEST, width)
     fine = has_braille(encoding)
     head = [*_progress(facts, width, fine), *_ranks(facts, width, height), *_words(facts, width)]
-    curve_ = _curve(facts, width, fine)
+    curve_ = _curve(facts, width, encoding)
     events = _events(facts)
     if height is not None:
         room = height - len(head)
@@ -110,7 +107,7 @@ def _words(facts: Facts, width: int) -> Iterator[str]:
         yield from _wrapped(printable(words, 2000), width)
     if facts.progress.last_lines:
         yield ""
-        yield "its last words:"
+        yield "the last lines of its log:"
         for line in facts.progress.last_lines:
             yield f"  {printable(line, 300)}"
 
@@ -131,25 +128,12 @@ def _memory(facts: Facts) -> str:
     return f"memory: {'; '.join(words)}" if words else ""
 
 
-def _curve(facts: Facts, width: int, fine: bool) -> list[str]:
-    columns = width - _MARGIN - 2
-    across = 2 * columns if fine else columns
-    shown = curve(facts.steps, facts.losses, across)
+def _curve(facts: Facts, width: int, encoding: str) -> list[str]:
+    shown = curve(facts.steps, facts.losses, points(width, encoding))
     if len(shown) < 2:
         return []
-    if len(shown) < across:  # so that points that lie apart are joined
-        x = np.linspace(shown.x[0], shown.x[-1], across)
-        y = np.interp(x, shown.x, shown.mean)
-        shown = Curve(x, y, y, y)
-    ends = {
-        0: format_loss(float(shown.high.max())),
-        _CURVE - 1: format_loss(float(shown.low.min())),
-    }
-    bar = "│" if fine else "|"
-    rows = enumerate(drawn(shown, columns, _CURVE, fine))
-    lines = [f"{ends.get(number, ''):>{_MARGIN}} {bar}{row}".rstrip() for number, row in rows]
-    first, last = f"{facts.steps[0]:,.0f}", f"{facts.steps[-1]:,.0f}"
-    return ["", *lines, f"{'step':>{_MARGIN}}  {first}{last.rjust(columns - len(first))}"]
+    ends = float(facts.steps[0]), float(facts.steps[-1])
+    return ["", *chart(shown, ends, width, _CURVE, encoding)]
 
 
 def _events(facts: Facts) -> list[str]:

@@ -45,7 +45,8 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
         reporter.event("WARN", what=what)
     precision = job.spec.train.precision
     if world.device.kind == "cpu" and not processors.multiplies(precision):
-        what = f"this processor has no {precision} products: fp32 (train.precision) is much faster"
+        what = f"this processor cannot multiply {precision} natively"
+        what += ": fp32 (train.precision) is much faster"
         reporter.event("WARN", what=what)
     for what in (*left_out(job.spec, job.grid), *site_profile.unusable()):
         reporter.event("WARN", what=what)

@@ -157,7 +157,7 @@ def test_the_answers_of_ranks_are_shown(
     times = count(5)
 
     def answer(onlooker: Onlooker) -> str:
-        file = NodeFile(next(times), "live", {0: state(waited=0.01), 1: LATE}, {})
+        file = NodeFile(next(times), "", {0: state(waited=0.01), 1: LATE}, {})
         node_file.write(live.path_of(folder, 0), file, 0)
         return ""
 

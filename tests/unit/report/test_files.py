@@ -88,7 +88,7 @@ def test_a_curve_of_letters(run: Run, encoding: str) -> None:
         line.encode(encoding)
     assert drawn[-1] == "4.8500 at first, 2.9000 at the end, lowest 2.9000; validation 3.1000"
     assert drawn[1].strip().startswith("4.8500")
-    assert drawn[-2].split() == ["1", "40"]
+    assert drawn[-2].split() == ["step", "1", "40"]
 
 
 def test_a_canvas_goes_through_every_column_and_reaches_the_extremes() -> None:
