@@ -47,10 +47,13 @@ def chart(
     across = points(width, encoding)
     low, high = float(shown.low.min()), float(shown.high.max())
     names = {0: format_loss(high), rows - 1: format_loss(low)}
-    if len(shown) < across:  # so that points that lie apart are joined
-        x = np.union1d(np.linspace(shown.x[0], shown.x[-1], across), shown.x)
-        y = (np.interp(x, shown.x, of) for of in (shown.low, shown.mean, shown.high))
-        shown = Curve(x, *y)
+    height = (high / 2 - low / 2) or 1.0  # halves: a difference may be too large a number
+    levels = [(of / 2 - low / 2) / height for of in (shown.low, shown.mean, shown.high)]
+    x = shown.x
+    if len(x) < across:  # so that points that lie apart are joined
+        x = np.union1d(np.linspace(x[0], x[-1], across), x)
+        levels = [np.interp(x, shown.x, of) for of in levels]
+    shown = Curve(x, *levels)
     for number, row in enumerate(rows_of(shown, width - _MARGIN, rows, braille)):
         yield f"{names.get(number, ''):>{_MARGIN - 2}} {'│' if braille else '|'}{row}".rstrip()
     first, last = (f"{step:,.0f}" for step in ends)
