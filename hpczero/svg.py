@@ -16,7 +16,7 @@ _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Span:
-    """What is drawn from `begin` to `end` (seconds) in the colour of its kind."""
+    """A stretch of time, drawn from `begin` to `end` (seconds) in the colour of its kind."""
 
     begin: float
     end: float

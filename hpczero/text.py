@@ -142,7 +142,8 @@ def _entry(value: object) -> str:
 
 
 def format_loss(figure: float | None) -> str:
-    return "?" if figure is None else f"{figure:.4f}"
+    """Return four decimals, of a loss of a million or more four digits."""
+    return "?" if figure is None else format(figure, ".4g" if abs(figure) >= 1e6 else ".4f")
 
 
 def format_number(figure: float | None) -> str:

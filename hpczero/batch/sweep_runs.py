@@ -88,7 +88,7 @@ def _failed(progress: Progress, folder: Path, spec: str) -> Iterator[str]:
     name = progress.run.name
     yield f"{printable(name)} failed: {printable(progress.reason, _LONGEST)}"
     if progress.last_lines:
-        yield f"  its last words: {printable(progress.last_lines[-1].strip(), _LONGEST)}"
+        yield f"  the last line of its log: {printable(progress.last_lines[-1].strip(), _LONGEST)}"
     words = ["hpczero", "submit", spec, "--set", f"sweep.run={name[len(folder.name) + 1 :]}"]
     if not spec:
         records = _newest_first(progress.run)

@@ -1,6 +1,6 @@
-"""What the ranks of a job do now, for somebody who looks from outside: on demand, through files.
+"""The ranks' doings, for somebody who looks at a job from outside: on demand, through files.
 
-Who looks (`Onlooker`) writes something new into `<run>/watch/asked` every few seconds. On each node
+The onlooker writes something new into `<run>/watch/asked` every few seconds. On each node
 one rank reads that file now and then. As long as its content changes, it writes what the ranks of
 its node do into `live-<node>.json` (`node_file`). So nobody loads the file server unasked, and no
 two computers' clocks are compared: either side sees what changes, and takes the time itself.
@@ -53,15 +53,15 @@ class Live:
         rank: int,
         node: int,
         slots: Mapping[int, memoryview],
-        makes: bool,
+        is_first: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots`: of the ranks of this node; `makes`: this node's ranks make the file `asked`."""
+        """`slots`: of the ranks of this node; `is_first`: they make the file `asked`."""
         self._status = status
         self._rank = rank
         self._node = node
         self._slots = slots
-        self._makes = makes
+        self._is_first = is_first
         self._clock = clock
         self._folder: Path | None = None
         self._vacant: float | None = None  # since when no rank of this node has the duty
@@ -108,7 +108,11 @@ class Live:
             content = safe_files.read_small(path, _MOST)
         except InputError:
             content = b""
-            if self._makes and not safe_files.is_seen(path) and safe_files.is_seen(folder.parent):
+            if (
+                self._is_first
+                and not safe_files.is_seen(path)
+                and safe_files.is_seen(folder.parent)
+            ):
                 with contextlib.suppress(OSError, InputError):
                     safe_files.make_own_folder(folder)
                     safe_files.touch(path)
@@ -125,23 +129,23 @@ class Live:
         notes = rank_process.notes(states)
         sizes = {rank: rank_process.resident(state) for rank, state in states.items()}
         known = {rank: size for rank, size in sizes.items() if size}
-        file = NodeFile(time.time(), "live", states, {}, notes, known)
-        node_file.write(path_of(folder, self._node), file, self._rank, _OPERATIONS)
+        file = NodeFile(time.time(), "", states, {}, notes, known)
+        node_file.write(path_of(folder, self._node), file, self._rank)
 
 
 class Onlooker:
-    """Who looks at a job, in the folder that its ranks write in; only `ask` writes anything."""
+    """A look at a job, through the folder that its ranks write in; only `ask` writes anything."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen = self._read()  # perhaps an earlier job's
         self._news: dict[Path, NodeFile] = {}
-        self._may_ask = True
+        self._could_ask = True
 
     def ask(self) -> str:
         """Ask for the ranks' states; return why that cannot be done, "" if it was."""
         path = asked_in(self._folder)
-        self._may_ask = False
+        self._could_ask = False
         try:
             # in place and always as long: whoever reads it meanwhile sees a change, too
             with os.fdopen(safe_files.open_for_writing(path), "wb", buffering=0) as file:
@@ -150,13 +154,13 @@ class Onlooker:
             return f"{path} is not there: the job is starting, or has no watchdog"
         except OSError as error:
             return f"{path}: {error.strerror}"
-        self._may_ask = True
+        self._could_ask = True
         return ""
 
     @property
-    def has_to_wait(self) -> bool:
+    def may_be_answered(self) -> bool:
         """Return True if the ranks may come to listen, or to answer, yet."""
-        return self._may_ask or not safe_files.is_seen(asked_in(self._folder))
+        return self._could_ask or not safe_files.is_seen(asked_in(self._folder))
 
     def files(self) -> list[NodeFile]:
         """Return the newest file of each node that has written one since this began to look.

@@ -26,13 +26,16 @@ _MOST_OPERATIONS = 16  # of each group, in a file
 
 @dataclass(frozen=True)
 class NodeFile:
-    """`at`: when it was written, in seconds since 1970; stacks and notes are of some ranks."""
+    """`at`: when it was written, in seconds since 1970; stacks and notes are of some ranks.
+
+    `reason`: why it was written, in words; "" if for somebody who looks.
+    """
 
     at: float
     reason: str
     states: Mapping[int, RankState]
     stacks: Mapping[int, str]
-    notes: Mapping[int, str] = field(default_factory=dict)  # what is amiss with their processes
+    notes: Mapping[int, str] = field(default_factory=dict)  # what is wrong with their processes
     resident: Mapping[int, int] = field(default_factory=dict)  # bytes of their processes
 
 
@@ -43,9 +46,8 @@ def path_of(folder: Path, node: int, ending: str = "json") -> Path:
     return folder / f"node-{node:04}.{ending}"
 
 
-def write(path: Path, file: NodeFile, writer: int, operations: int = _MOST_OPERATIONS) -> None:
-    """Write it; `operations`: that many of each group, the last ones."""
-    states = {rank: _facts(state, operations) for rank, state in file.states.items()}
+def write(path: Path, file: NodeFile, writer: int) -> None:
+    states = {rank: _facts(state) for rank, state in file.states.items()}
     of_ranks: dict[str, Any] = {"states": states, "stacks": file.stacks, "notes": file.notes}
     of_ranks |= {"resident": file.resident} if file.resident else {}
     facts = {"at": file.at, "reason": file.reason, **of_ranks}
@@ -87,9 +89,9 @@ def _size(value: Any) -> int:
     return size
 
 
-def _facts(state: RankState, most: int) -> dict[str, Any]:
+def _facts(state: RankState) -> dict[str, Any]:
     started = {
-        group: [vars(operation) for operation in last[-most:]]
+        group: [vars(operation) for operation in last[-_MOST_OPERATIONS:]]
         for group, last in state.started.items()
     }
     return vars(state) | {"started": started}

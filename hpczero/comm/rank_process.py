@@ -13,12 +13,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def notes(states: Mapping[int, RankState]) -> dict[int, str]:
-    """Say what is amiss with the processes of these ranks, of those with which something is."""
-    return {rank: note for rank, state in states.items() if (note := amiss(state))}
+    """Say what is wrong with the processes of these ranks, of those with which something is."""
+    return {rank: note for rank, state in states.items() if (note := trouble(state))}
 
 
-def amiss(state: RankState) -> str:
-    """Say what is amiss with a process; "" if nothing is, or it cannot be told."""
+def trouble(state: RankState) -> str:
+    """Say what is wrong with a process; "" if nothing is, or it cannot be told."""
     if state.namespace != process_namespace():
         return ""
     try:

@@ -1,5 +1,6 @@
 """The verdict on a wait, from the states of the ranks: who waits where, who has not come. Pure."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ STARTED = "has started it, but waits in nothing, so that it does not go on there
 DIFFERENT = "in a different operation"
 ABSENT = "not come"
 UNKNOWN = "no news of"
-# what is amiss with a process
+# what is wrong with a process
 ENDED = "its process has ended"
 STOPPED = "its process is stopped (by a signal or a debugger)"
 _SHOWN = 8  # ranks told about one by one
@@ -34,6 +35,32 @@ class Question:
     number: int = 0
     started: Sequence[Operation] = ()
     missing: Collection[int] | None = None
+
+
+def place(state: RankState) -> tuple[str, int, str]:
+    """Return where a rank waits: ranks that wait in one operation, or call, are in one place."""
+    return state.group, state.number, state.waits_in
+
+
+def members(states: Mapping[int, RankState]) -> dict[str, list[int]]:
+    """Return identity of a group -> the ranks that are known to take part, in their order."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(states):
+        for group in states[rank].started:
+            found[group].append(rank)
+    return found
+
+
+def question_of(
+    rank: int, states: Mapping[int, RankState], members: Mapping[str, Sequence[int]]
+) -> Question:
+    """Return whom a rank waits with, as the states tell: outside of groups with all others."""
+    state = states[rank]
+    if not state.group:
+        return Question(state.waits_in, rank, sorted(states))
+    ranks = members.get(state.group, [rank])
+    started = state.started.get(state.group, [])
+    return Question(state.waits_in, rank, ranks, state.group, state.axis, state.number, started)
 
 
 def judge(question: Question, states: Mapping[int, RankState]) -> dict[int, str]:

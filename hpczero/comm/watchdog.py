@@ -39,7 +39,7 @@ from hpczero.safe_files import make_own_folder, remove, write_new
 
 _ASKED_FOR_STACKS = 4  # missing ranks
 _QUIET = (20.0, 60.0)  # seconds after which a node says what its ranks are doing: least, most
-_HURRY = 5.0  # seconds after which it does where the run is asked to stop, and soon killed
+_QUIET_AT_STOP = 5.0  # seconds after which it does where the run is asked to stop, and soon killed
 _LONGER = 3  # times the longest that its ranks have done nothing before
 _REPORTING = 6.0  # seconds that the rank that reports gets before the others of its node end, too
 # Seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends
@@ -81,8 +81,8 @@ class Watch:
         self._answered = 0  # bytes in that file at the last look
         self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
         self._rested: dict[int, float] = {}  # at the last look
-        makes = min(self._members) in slots
-        self._live: Live | None = Live(status, member.rank, member.node, slots, makes)
+        is_first = min(self._members) in slots
+        self._live: Live | None = Live(status, member.rank, member.node, slots, is_first)
         if folder:
             self.use(folder)
         status.explain = self.explain
@@ -207,8 +207,8 @@ class Watch:
             self._rested[rank] = state.resting
         least, most = _QUIET
         patience = min(self._seconds / 2, max(least, min(most, _LONGER * self._longest)))
-        if patience > _HURRY and self._is_to_end(states):
-            patience = _HURRY
+        if patience > _QUIET_AT_STOP and self._is_to_end(states):
+            patience = _QUIET_AT_STOP
         resting = {rank for rank, state in states.items() if state.resting > patience}
         is_more = not resting <= self._published
         self._published = resting
@@ -222,7 +222,7 @@ class Watch:
 
     def _is_to_end(self, states: Mapping[int, RankState]) -> bool:
         """Return True if the run was asked to stop, by a signal or a file, and a rank rests."""
-        if all(state.resting <= _HURRY for state in states.values()):
+        if all(state.resting <= _QUIET_AT_STOP for state in states.values()):
             return False
         stop = self._folder.parent / STOP if self._folder else None
         return self._status.is_to_end or (stop is not None and stop.exists())
@@ -342,7 +342,7 @@ class Watch:
     def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
         """Return the ranks of this node that have not come and never will."""
         here = [rank for rank in judged if rank in self._slots and judged[rank] == verdict.ABSENT]
-        return [rank for rank in here if rank_process.amiss(states[rank]) == ENDED]
+        return [rank for rank in here if rank_process.trouble(states[rank]) == ENDED]
 
     def _question(self, wait: Wait, states: Mapping[int, RankState]) -> Question:
         point = wait.point

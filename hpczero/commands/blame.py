@@ -90,17 +90,21 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     }
     stacks = {rank: text for file in files for rank, text in file.stacks.items()}
     notes = {rank: text for file in files for rank, text in file.notes.items()}
-    reasons = list(dict.fromkeys(printable(file.reason) for file in files))
+    reasons = list(dict.fromkeys(printable(file.reason) for file in files if file.reason))
+    because = f" ({join_words(reasons)})" if reasons else ""
     missing = _missing(run, states)
     known = run.jobs[-1].hosts if run.jobs else {}
     hosts = {rank: known.get(rank, "an unknown host") for rank in [*states, *missing]}
     waiting = [rank for rank, state in states.items() if state.waited is not None]
     if not waiting:
         busy = ", ".join(_at(rank, states[rank]) for rank in sorted(states)[:8])
-        words = f"No rank waits for another one: {busy}. ({join_words(reasons)})"
+        words = f"No rank waits for another one: {busy}.{because}"
         return Finding([], words, (), stacks, newest)
-    asking = max(_one_of_each_place(states, waiting), key=lambda rank: _weight(states, rank))
-    question = _question(asking, states)
+    members = verdict.members(states)
+    questions = [
+        verdict.question_of(rank, states, members) for rank in _one_of_each_place(states, waiting)
+    ]
+    question = max(questions, key=lambda question: _weight(question, states))
     judged = verdict.judge(question, states)
     gone = [rank for rank in question.ranks if notes.get(rank) in (verdict.ENDED, verdict.STOPPED)]
     if missing and len(waiting) == len(states) and verdict.DIFFERENT not in judged.values():
@@ -108,8 +112,8 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     behind = verdict.suspects(question, judged, states, gone)
     details = verdict.account(question, judged, states, hosts, notes)
     told = [_behind(rank, states.get(rank), hosts[rank], notes.get(rank)) for rank in behind[:8]]
-    words = _paragraph(question, behind, told, states) + f" ({join_words(reasons)})"
-    chosen = {rank: stacks[rank] for rank in [*behind, asking] if rank in stacks}
+    words = _paragraph(question, behind, told, states) + because
+    chosen = {rank: stacks[rank] for rank in [*behind, question.rank] if rank in stacks}
     return Finding(behind, words, [printable(line) for line in details], chosen, newest)
 
 
@@ -117,30 +121,20 @@ def _one_of_each_place(states: Mapping[int, RankState], waiting: Sequence[int]) 
     """Return the rank that has waited longest in each place: of a thousand, all ask the same."""
     longest: dict[tuple[str, int, str], int] = {}
     for rank in waiting:
-        place = states[rank].group, states[rank].number, states[rank].waits_in
+        place = verdict.place(states[rank])
         known = states[longest.setdefault(place, rank)]
         if (states[rank].waited or 0.0) > (known.waited or 0.0):
             longest[place] = rank
     return longest.values()
 
 
-def _weight(states: Mapping[int, RankState], rank: int) -> tuple[bool, float]:
+def _weight(question: Question, states: Mapping[int, RankState]) -> tuple[bool, float]:
     """Order the waits by how much they tell: one in which another rank differs, then the longest.
 
     Ranks that wait for such a one in turn have waited for less long.
     """
-    judged = verdict.judge(_question(rank, states), states)
-    return verdict.DIFFERENT in judged.values(), states[rank].waited or 0.0
-
-
-def _question(rank: int, states: Mapping[int, RankState]) -> Question:
-    state = states[rank]
-    if not state.group:
-        return Question(state.waits_in, rank, sorted(states))
-    ranks = sorted(other for other in states if state.group in states[other].started)
-    started = state.started.get(state.group, [])
-    where = state.waits_in, rank, ranks or [rank], state.group, state.axis
-    return Question(*where, state.number, started)
+    judged = verdict.judge(question, states)
+    return verdict.DIFFERENT in judged.values(), states[question.rank].waited or 0.0
 
 
 def _missing(run: Run, states: Mapping[int, RankState]) -> list[int]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
@@ -117,7 +118,10 @@ def _in_words(compared: Compared, tables: Iterable[Table], all_kinds: bool) -> I
     for table in tables:
         yield from _losses(compared, table, [TRAINING, VALIDATION] if all_kinds else kinds)
     yield ""
-    yield from best_in_words(compared)
+    first, *more = best_in_words(compared)
+    yield first
+    for sentence in more:
+        yield from _wrapped(sentence, "      ")
 
 
 def _what_differs(compared: Compared) -> Iterator[str]:
@@ -176,7 +180,7 @@ def _print(head: list[str], rows: Rows) -> Iterator[str]:
 
     Columns in which nothing stands are left out.
     """
-    width = shutil.get_terminal_size((120, 24)).columns
+    width = _columns_of_terminal()
     columns = [[name, *(row[at] for row in rows)] for at, name in enumerate(head)]
     columns = [column for column in columns if any(column[1:])]
     on_its_side = [list(line) for line in zip(*columns, strict=True)]
@@ -187,6 +191,15 @@ def _print(head: list[str], rows: Rows) -> Iterator[str]:
         for cells in zip(*(columns[at] for at in places), strict=True):
             fit = (f"{cell:<{widths[at]}}" for at, cell in zip(places, cells, strict=True))
             yield "  " + "  ".join(fit).rstrip()
+
+
+def _wrapped(sentence: str, indent: str) -> list[str]:
+    room = max(40, _columns_of_terminal() - len(indent))
+    return [indent + line for line in textwrap.wrap(sentence, room, break_on_hyphens=False)]
+
+
+def _columns_of_terminal() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def _widths(columns: Rows) -> list[int]:

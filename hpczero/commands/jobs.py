@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpczero.batch import run_status, scheduler, submission, sweep_runs
 from hpczero.batch.command import QueuedJob
@@ -25,6 +25,7 @@ from hpczero.text import (
     format_age,
     format_bytes,
     format_duration,
+    format_loss,
     format_table,
     join_words,
     printable,
@@ -34,7 +35,6 @@ from hpczero.train.run_directory import path_of
 
 _COLUMNS = ["run", "state", "step", "loss", "tokens/s", "left", "saved"]
 _LONGEST = 400  # characters of a reason
-_LARGE = 1e6  # a loss above it is printed with four digits
 
 
 def status(options: Namespace) -> int:
@@ -227,9 +227,18 @@ def _row(progress: Progress, name: str, longest: int) -> list[str]:
     return [printable(name, longest), progress.state, *figures_of(progress)]
 
 
-def figures_of(progress: Progress) -> list[str]:
-    """Return step, loss, tokens per second, time left and last save in words."""
-    loss = _loss(progress.loss) or "?"
+class Figures(NamedTuple):
+    """Figures of a run in words: "?" or "" where they are not known."""
+
+    step: str
+    loss: str
+    speed: str  # tokens per second
+    left: str  # time
+    saved: str  # step of the last save
+
+
+def figures_of(progress: Progress) -> Figures:
+    loss = format_loss(progress.loss)
     speed = left = "?"
     if progress.tokens_per_second is not None:
         speed = f"{progress.tokens_per_second:,.4g}"
@@ -238,12 +247,7 @@ def figures_of(progress: Progress) -> list[str]:
     elif progress.seconds_left is not None:
         left = format_duration(progress.seconds_left)
     saved = "" if progress.last_save is None else f"{progress.last_save:,}"
-    return [f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved]
-
-
-def _loss(loss: float | None) -> str:
-    """Return "" if it is not known."""
-    return "" if loss is None else format(loss, ".4f" if abs(loss) < _LARGE else ".4g")
+    return Figures(f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved)
 
 
 def _jobs(progress: Progress) -> str:
@@ -264,8 +268,8 @@ def _in_full(progress: Progress) -> list[str]:
     if left and progress.job_seconds_left is not None:
         left += f"; of its job {format_duration(progress.job_seconds_left)}"
     held = progress.held
-    validated = _loss(progress.validation_loss)
-    validation = f", validation loss {validated}" if validated else ""
+    validated = progress.validation_loss
+    validation = "" if validated is None else f", validation loss {format_loss(validated)}"
     node_hours = f"{progress.node_hours:.3g} node-hours, " if progress.links else ""
     lines = [
         f"{printable(str(progress.run))}: {progress.state}{reason}",
@@ -284,7 +288,7 @@ def _in_full(progress: Progress) -> list[str]:
         lines.append(f"  job {link.number:<{width}}  {link.state}" + (f": {more}" if more else ""))
     if progress.last_lines:
         lines += [
-            "  its last words:",
+            "  the last lines of its log:",
             *(f"    {printable(line, 300)}" for line in progress.last_lines),
         ]
     return lines
@@ -369,7 +373,8 @@ def _listed(states: Sequence[Progress], top: Path) -> tuple[list[str], list[list
     rows = []
     for progress in states:
         name = progress.run.name if progress.run == top else str(progress.run.relative_to(top))
-        validation = [_loss(progress.validation_loss)] if evaluated else []
+        validated = progress.validation_loss
+        validation = ["" if validated is None else format_loss(validated)] if evaluated else []
         rows.append([*_row(progress, name, 60), *validation, format_age(progress.age_seconds)])
     return [*_COLUMNS, *(["validation"] if evaluated else []), "age"], rows
 

@@ -1,18 +1,12 @@
-"""What there is to see of a run now, from its directory alone: `Viewer.facts`, again and again."""
+"""The look of a run now, from its directory alone: `Viewer.facts`, again and again."""
 
-import json
-import os
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hpczero import safe_files
 from hpczero.batch import run_status, scheduler
 from hpczero.batch.run_status import Progress, lines_of
 from hpczero.comm import node_file
@@ -21,16 +15,17 @@ from hpczero.comm.node_file import NodeFile
 from hpczero.commands.blame import Finding, find, states_of
 from hpczero.commands.top_ranks import SILENT_AFTER, RankNow, ranks_now
 from hpczero.runs import rank_times
-from hpczero.runs.columns import TIME, Numbers, number, seconds_of
+from hpczero.runs.columns import Numbers, number
+from hpczero.runs.growing_losses import GrowingLosses
 from hpczero.runs.record import Run, read_run
 from hpczero.runs.stragglers import Straggler, stragglers
 from hpczero.text import format_age, printable
 
-_MOST = 16 << 20  # bytes of metrics that are read at first, the newest ones
 _EVENTS = 50
 _ROWS = 64  # of times of ranks: more than stragglers are found by
 _SLACK = 2.0  # seconds between clocks of computers
-_LONG_STEPS, _LONG, _LONG_IF_AMISS = 5, 10.0, 2.0  # a wait of so many steps, and seconds
+_LONG_STEPS, _LONG = 5, 10.0  # a wait of so many steps, and seconds
+_LONG_IF_WRONG = 2.0  # where something is wrong with a process
 _SOON = 10.0  # seconds in which the ranks mostly answer
 
 
@@ -43,6 +38,15 @@ class Memory:
     host: str
     held: float
     predicted: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The nodes' words on their ranks; `words`: how old that is, or why it is not known."""
+
+    files: Sequence[NodeFile] = ()
+    words: str = ""
+    is_live: bool = False  # they have answered
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Viewer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._losses = Losses(path / "metrics.jsonl")
+        self._losses = GrowingLosses(path / "metrics.jsonl")
         self._run = read_run(path, figures=False)
         self._read_at = _stamp(path / "events.jsonl")
         self._onlooker = Onlooker(path / node_file.FOLDER)
@@ -96,18 +100,19 @@ class Viewer:
         progress = run_status.status_of(self._path, [], silent=scheduler.SCHEDULERS)
         self._losses.read()
         goes_on = progress.state in ("running", "STALLED")
-        files, seen, silent_after = self._states(run) if goes_on else ([], "", inf)
+        seen = self._states(run) if goes_on else Seen()
         now = time.time()
         hosts = run.jobs[-1].hosts if run.jobs else {}
-        behind = _behind(run, files, progress, now) if files else None
+        may_answer = goes_on and len(hosts) != 1 and self._onlooker.may_be_answered
+        behind = _behind(run, seen.files, progress, now) if seen.files else None
         if not goes_on and progress.state != "finished":
             left = self._left_behind(run)
             behind = find(run, left) if left else None
         return Facts(
             progress,
-            ranks_now(files, hosts, now, silent_after),
-            seen,
-            not goes_on or silent_after < inf or not self._onlooker.has_to_wait or len(hosts) == 1,
+            ranks_now(seen.files, hosts, now, SILENT_AFTER if seen.is_live else inf),
+            seen.words,
+            seen.is_live or not may_answer,
             behind,
             self._slow(run),
             _memory(self._path),
@@ -116,17 +121,17 @@ class Viewer:
             self._losses.losses,
         )
 
-    def _states(self, run: Run) -> tuple[list[NodeFile], str, float]:
-        """Return what the nodes say of their ranks, how old that is, and when one is silent."""
+    def _states(self, run: Run) -> Seen:
+        """Ask the ranks what they do, and return what is known by now."""
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         if now - self._asked >= ASK_EVERY:
             self._asked, self._refusal = now, self._onlooker.ask()
         if files := self._onlooker.files():
             age = max(0.0, time.time() - max(file.at for file in files))
-            return files, f"seen {format_age(age)} ago", SILENT_AFTER
+            return Seen(files, f"seen {format_age(age)} ago", is_live=True)
         if run.jobs and len(run.jobs[-1].ranks) == 1:
-            return [], "of one rank alone no more is known", inf
+            return Seen(words="of one rank alone no more is known")
         if self._refusal:
             why = f"what they do now cannot be asked for: {printable(self._refusal)}"
         elif now - self._began < _SOON:
@@ -136,7 +141,7 @@ class Viewer:
         if left := self._left_behind(run):
             recorded = max(0.0, time.time() - max(file.at for file in left))
             why = f"as recorded {format_age(recorded)} ago; {why}"
-        return left, why, inf
+        return Seen(left, why)
 
     def _left_behind(self, run: Run) -> list[NodeFile]:
         """Return what the nodes have recorded of their own accord, unless steps were done since."""
@@ -168,9 +173,10 @@ def _behind(run: Run, files: Sequence[NodeFile], progress: Progress, now: float)
         ),
         default=0.0,
     )
-    is_amiss = any(file.notes for file in files)
     long = max(_LONG, _LONG_STEPS * (progress.seconds_per_step or 0.0))
-    return find(run, files) if waited > (_LONG_IF_AMISS if is_amiss else long) else None
+    if any(file.notes for file in files):
+        long = _LONG_IF_WRONG
+    return find(run, files) if waited > long else None
 
 
 def _memory(path: Path) -> Memory | None:
@@ -183,63 +189,6 @@ def _memory(path: Path) -> Memory | None:
             host = printable(str(line.get("host")), 100)
             return Memory(int(step), int(rank), host, held, predicted)
     return None
-
-
-class Losses:
-    """The losses of a file of metrics that grows; at first only of its newest part."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._inode = -1
-        self._offset = 0
-        self._steps, self._losses = array("d"), array("d")
-        self.written = 0.0  # time of the last line
-
-    @property
-    def steps(self) -> Numbers:
-        return np.array(self._steps)
-
-    @property
-    def losses(self) -> Numbers:
-        return np.array(self._losses)
-
-    def read(self) -> None:
-        """Read what has been written since the last time."""
-        try:
-            with os.fdopen(safe_files.open_to_read(self._path), "rb") as file:
-                facts = os.fstat(file.fileno())
-                if facts.st_ino != self._inode or facts.st_size < self._offset:
-                    self._begin_anew()  # a run that went on from an earlier step wrote it anew
-                    self._inode = facts.st_ino
-                    self._offset = max(0, facts.st_size - _MOST)
-                file.seek(self._offset)
-                content = file.read(facts.st_size - self._offset)
-        except OSError:
-            return
-        whole, _, _ = content.rpartition(b"\n")
-        self._offset += len(whole) + 1 if whole else 0
-        for line in whole.splitlines():
-            self._add(line)
-
-    def _add(self, line: bytes) -> None:
-        try:
-            facts = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(facts, dict):
-            return
-        step, loss = number(facts.get("step")), number(facts.get("loss"))
-        when = seconds_of(facts.get(TIME))
-        self.written = when if isfinite(when) else self.written
-        if isfinite(step) and isfinite(loss):
-            while self._steps and self._steps[-1] >= step:
-                self._steps.pop()
-                self._losses.pop()
-            self._steps.append(step)
-            self._losses.append(loss)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -7,14 +7,12 @@ from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from hpczero.commands.jobs import figures_of
 from hpczero.commands.top_facts import Facts
 from hpczero.commands.top_ranks import folds
-from hpczero.report.terminal import drawn, has_braille
+from hpczero.report.terminal import chart, has_braille, points
 from hpczero.runs.columns import TIME, seconds_of
-from hpczero.runs.curves import Curve, curve
+from hpczero.runs.curves import curve
 from hpczero.text import (
     format_age,
     format_count,
@@ -27,7 +25,6 @@ from hpczero.text import (
 
 NARROWEST = 40
 _MOST_FOLDS, _MOST_SLOW = 16, 3
-_MARGIN = 10  # letters before the curve
 _CURVE = 4  # lines
 _MOST_EVENTS = 8
 _LONGEST_NAME = 80
@@ -39,7 +36,7 @@ def frame(facts: Facts, width: int, height: int | None, encoding: str) -> list[s
     width = max(NARROWEST, width)
     fine = has_braille(encoding)
     head = [*_progress(facts, width, fine), *_ranks(facts, width, height), *_words(facts, width)]
-    curve_ = _curve(facts, width, fine)
+    curve_ = _curve(facts, width, encoding)
     events = _events(facts)
     if height is not None:
         room = height - len(head)
@@ -62,9 +59,9 @@ def _progress(facts: Facts, width: int, fine: bool) -> Iterator[str]:
     words = (
         f"step {progress.step:,} of {progress.steps:,} ({share:.{0 if share in (0, 1) else 1}%})"
     )
-    left = figures_of(progress)[3]
-    if left not in ("", "?"):
-        words += f", {left} left"
+    figures = figures_of(progress)
+    if figures.left not in ("", "?"):
+        words += f", {figures.left} left"
     if progress.job_seconds_left is not None and progress.state in ("running", "STALLED"):
         words += f", its job has {format_duration(progress.job_seconds_left)}"
     if progress.state not in ("running", "STALLED") and progress.age_seconds is not None:
@@ -72,14 +69,13 @@ def _progress(facts: Facts, width: int, fine: bool) -> Iterator[str]:
     yield from _wrapped(words, width)
     full = round(share * (width - 2))
     yield f"[{('█' if fine else '#') * full}{('░' if fine else '.') * (width - 2 - full)}]"
-    _, loss, speed, _, saved = figures_of(progress)
-    parts = [f"loss {loss}"]
+    parts = [f"loss {figures.loss}"]
     if progress.validation_loss is not None:
         parts.append(f"validation {format_loss(progress.validation_loss)}")
-    parts.append(f"{speed} tokens/s")
+    parts.append(f"{figures.speed} tokens/s")
     if progress.seconds_per_step is not None:
         parts.append(f"{progress.seconds_per_step:.3g} s a step")
-    parts.append(f"saved step {saved}" if saved else "nothing saved yet")
+    parts.append(f"saved step {figures.saved}" if figures.saved else "nothing saved yet")
     yield from _wrapped(", ".join(parts), width)
 
 
@@ -103,15 +99,15 @@ def _words(facts: Facts, width: int) -> Iterator[str]:
     """Yield who is behind, who is slow, and what is held in memory."""
     said = [facts.behind.words] if facts.behind else []
     said += [one.words for one in facts.slow[:_MOST_SLOW]]
-    if more := len(facts.slow) - _MOST_SLOW:
-        said += [f"{format_count(more, 'more rank')} slow."] if more > 0 else []
+    if (more := len(facts.slow) - _MOST_SLOW) > 0:
+        said.append(f"{format_count(more, 'more rank')} {'is' if more == 1 else 'are'} slow.")
     said += filter(None, [_memory(facts)])
     for words in said:
         yield ""
         yield from _wrapped(printable(words, 2000), width)
     if facts.progress.last_lines:
         yield ""
-        yield "its last words:"
+        yield "the last lines of its log:"
         for line in facts.progress.last_lines:
             yield f"  {printable(line, 300)}"
 
@@ -132,25 +128,12 @@ def _memory(facts: Facts) -> str:
     return f"memory: {'; '.join(words)}" if words else ""
 
 
-def _curve(facts: Facts, width: int, fine: bool) -> list[str]:
-    columns = width - _MARGIN - 2
-    across = 2 * columns if fine else columns
-    shown = curve(facts.steps, facts.losses, across)
+def _curve(facts: Facts, width: int, encoding: str) -> list[str]:
+    shown = curve(facts.steps, facts.losses, points(width, encoding))
     if len(shown) < 2:
         return []
-    if len(shown) < across:  # so that points that lie apart are joined
-        x = np.linspace(shown.x[0], shown.x[-1], across)
-        y = np.interp(x, shown.x, shown.mean)
-        shown = Curve(x, y, y, y)
-    ends = {
-        0: format_loss(float(shown.high.max())),
-        _CURVE - 1: format_loss(float(shown.low.min())),
-    }
-    bar = "│" if fine else "|"
-    rows = enumerate(drawn(shown, columns, _CURVE, fine))
-    lines = [f"{ends.get(number, ''):>{_MARGIN}} {bar}{row}".rstrip() for number, row in rows]
-    first, last = f"{facts.steps[0]:,.0f}", f"{facts.steps[-1]:,.0f}"
-    return ["", *lines, f"{'step':>{_MARGIN}}  {first}{last.rjust(columns - len(first))}"]
+    ends = float(facts.steps[0]), float(facts.steps[-1])
+    return ["", *chart(shown, ends, width, _CURVE, encoding)]
 
 
 def _events(facts: Facts) -> list[str]:

@@ -1,8 +1,8 @@
-"""What each rank of a job does, and for whom it waits, from the states of all of them (pure)."""
+"""The ranks of a job: what each does, and for whom it waits, from all their states (pure)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpczero.comm import verdict
 from hpczero.comm.node_file import NodeFile
@@ -90,15 +90,22 @@ def ranks_now(
         if state is None or ages[rank] > silent_after:
             listed.append(RankNow(rank, host, SILENT, seconds=ages.get(rank)))
             continue
-        what = _what(state, notes.get(rank, ""))
-        step = state.step if state.step >= 0 else None
-        size = sizes.get(rank)
-        if state.waited is None or what in (STOPPED, ENDED):
-            idle = max(0.0, state.resting)
-            listed.append(RankNow(rank, host, what, step, seconds=idle, resident=size))
-            continue
-        where = printable(state.waits_in), printable(state.axis, 40), tuple(waits_for[rank])
-        listed.append(RankNow(rank, host, what, step, *where, max(0.0, state.waited), size))
+        one = RankNow(
+            rank,
+            host,
+            state=_what(state, notes.get(rank, "")),
+            step=state.step if state.step >= 0 else None,
+            seconds=max(0.0, state.resting),
+            resident=sizes.get(rank),
+        )
+        if state.waited is not None and one.state not in (STOPPED, ENDED):
+            one = replace(
+                one,
+                waits_in=printable(state.waits_in),
+                axis=printable(state.axis, 40),
+                waits_for=tuple(waits_for[rank]),
+            )
+        listed.append(one)
     return listed
 
 
@@ -116,29 +123,21 @@ def _what(state: RankState, note: str) -> str:
 
 def _waits_for(states: Mapping[int, RankState]) -> dict[int, list[int]]:
     """Return for each rank that waits those that have not come to where it waits."""
-    members: dict[str, list[int]] = defaultdict(list)
-    for rank, state in states.items():
-        for group in state.started:
-            members[group].append(rank)
+    members = verdict.members(states)
     known: dict[tuple[str, int, str], list[int]] = {}
     found = {}
     for rank, state in states.items():
-        place = state.group, state.number, state.waits_in
+        place = verdict.place(state)
         if place not in known:
-            known[place] = _missing(rank, state, states, members.get(state.group, []))
+            known[place] = _missing(verdict.question_of(rank, states, members), states)
         found[rank] = [other for other in known[place] if other != rank]
     return found
 
 
-def _missing(
-    rank: int, state: RankState, states: Mapping[int, RankState], members: Sequence[int]
-) -> list[int]:
+def _missing(question: Question, states: Mapping[int, RankState]) -> list[int]:
     """Return whom a rank waits for; nobody where it is not known who takes part."""
-    if state.waited is None or not state.group:
+    if states[question.rank].waited is None or not question.group:
         return []
-    started = state.started.get(state.group, [])
-    place = state.group, state.axis, state.number, started
-    question = Question(state.waits_in, rank, members, *place)
     judged = verdict.judge(question, states)
     for kinds in ((verdict.ABSENT, verdict.DIFFERENT), (verdict.STARTED,)):
         if missing := sorted(other for other, kind in judged.items() if kind in kinds):

@@ -27,7 +27,7 @@ _AXES = {"steps": "steps", "tokens": "tokens", "seconds": "seconds of steps"}
 
 def chapter(runs: Sequence[Run], states: Sequence[str]) -> Chapter:
     compared = compare(runs, states)
-    blocks: list[Block] = [Text(" ".join(map(str.strip, best_in_words(compared))))]
+    blocks: list[Block] = [Text(" ".join(best_in_words(compared)))]
     blocks += [Text(words, warns=True) for words in compared.warnings]
     head, rows = differing(compared)
     if len(head) > 1:

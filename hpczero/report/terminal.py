@@ -1,4 +1,4 @@
-"""The loss curve of a run as letters: dots of Braille, or stars where there are none (pure)."""
+"""A curve over steps as letters: dots of Braille, or stars where there are none (pure)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,30 +9,23 @@ from hpczero.runs.curves import Curve
 from hpczero.runs.record import Run
 from hpczero.text import format_loss
 
-COLUMNS, ROWS = 72, 16
+WIDTH, ROWS = 84, 16
+_MARGIN = 12  # letters of the axis
 _BRAILLE = 0x2800
 _BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a letter
-_MARGIN = 10  # letters of the axis
 
 
 def loss(run: Run, encoding: str) -> Iterator[str]:
     """Yield the lines of the training loss, and a line of what it ends at."""
-    fine = has_braille(encoding)
-    across = 2 * COLUMNS if fine else COLUMNS
+    across = points(WIDTH, encoding)
     whole = series("training", run.metrics["step"], run.metrics["loss"], across, "blue")
     shown = whole.curve
     if not whole.ends:
         return
-    low, high = float(shown.low.min()), float(shown.high.max())
+    low = float(shown.low.min())
     yield f"{run.name}: loss (nats per token) over steps"
-    rows = drawn(shown, COLUMNS, ROWS, fine)
-    for number, row in enumerate(rows):
-        value = {0: high, len(rows) - 1: low}.get(number)
-        name = format_loss(value) if value is not None else ""
-        yield f"{name:>{_MARGIN}} {'│' if fine else '|'}{row}".rstrip()
     (begin, at_first), (end, at_last) = whole.ends
-    first, last = f"{begin:,.0f}", f"{end:,.0f}"
-    yield " " * (_MARGIN + 2) + first + last.rjust(COLUMNS - len(first))
+    yield from chart(shown, (begin, end), WIDTH, ROWS, encoding)
     words = f"{format_loss(at_first)} at first, {format_loss(at_last)} at the end, "
     words += f"lowest {format_loss(low)}"
     validation = series("", run.metrics["step"], run.metrics["validation_loss"], across, "blue")
@@ -41,9 +34,35 @@ def loss(run: Run, encoding: str) -> Iterator[str]:
     yield words
 
 
-def drawn(shown: Curve, columns: int, rows: int, fine: bool) -> list[str]:
-    """Return lines of letters, each of 2 x 4 dots if it is `fine`."""
-    if fine:
+def points(width: int, encoding: str) -> int:
+    """Return the points of a curve that `chart` can tell apart in so many letters."""
+    return (width - _MARGIN) * (2 if has_braille(encoding) else 1)
+
+
+def chart(
+    shown: Curve, ends: tuple[float, float], width: int, rows: int, encoding: str
+) -> Iterator[str]:
+    """Yield a curve of losses with its axes; `ends`: the first and the last step."""
+    braille = has_braille(encoding)
+    across = points(width, encoding)
+    low, high = float(shown.low.min()), float(shown.high.max())
+    names = {0: format_loss(high), rows - 1: format_loss(low)}
+    height = (high / 2 - low / 2) or 1.0  # halves: a difference may be too large a number
+    levels = [(of / 2 - low / 2) / height for of in (shown.low, shown.mean, shown.high)]
+    x = shown.x
+    if len(x) < across:  # so that points that lie apart are joined
+        x = np.union1d(np.linspace(x[0], x[-1], across), x)
+        levels = [np.interp(x, shown.x, of) for of in levels]
+    shown = Curve(x, *levels)
+    for number, row in enumerate(rows_of(shown, width - _MARGIN, rows, braille)):
+        yield f"{names.get(number, ''):>{_MARGIN - 2}} {'│' if braille else '|'}{row}".rstrip()
+    first, last = (f"{step:,.0f}" for step in ends)
+    yield f"{'step':>{_MARGIN - 2}}  {first}{last.rjust(width - _MARGIN - len(first))}"
+
+
+def rows_of(shown: Curve, columns: int, rows: int, braille: bool) -> list[str]:
+    """Return lines of letters, each of 2 x 4 dots if they are Braille."""
+    if braille:
         return _in_braille(canvas(shown, 2 * columns, 4 * rows))
     return ["".join(" *"[dot] for dot in row) for row in canvas(shown, columns, rows)]
 

@@ -1,13 +1,12 @@
-"""What `Compared` says, in words and in the cells of tables (pure)."""
+"""A comparison in words and in the cells of tables (pure)."""
 
 from collections.abc import Iterator
 from math import isfinite
 
 from hpczero.runs.compared import VALIDATION, Compared
 from hpczero.runs.groups import Group, in_words
-from hpczero.text import format_bytes, format_duration, format_number, printable
+from hpczero.text import format_bytes, format_duration, format_loss, format_number, printable
 
-_LARGE = 1e6  # a loss above it is printed with four digits
 _NAME = 32  # characters of a name in a table
 _VALUE = 24
 # Where the interval of a margin comes from (hpczero/runs/margins.py).
@@ -77,7 +76,7 @@ def _figures_of(compared: Compared, group: Group) -> list[str]:
 
 
 def best_in_words(compared: Compared) -> Iterator[str]:
-    """Yield lines: the best group, its margin over the next, and whether that is noise."""
+    """Yield sentences: the best group, its margin over the next, and whether that is noise."""
     best = compared.best
     if best is None:
         yield "best: cannot be told; at least two must have comparable losses"
@@ -96,19 +95,19 @@ def best_in_words(compared: Compared) -> Iterator[str]:
             if best.by == VALIDATION
             else "they are of one step"
         )
-        yield f"      {verdict}: {lacking}"
+        yield f"{verdict}: {lacking}."
     else:
         low, high = margin.margin - margin.half, margin.margin + margin.half
-        yield f"      {verdict}: its 95 % interval is {low:.4f} to {high:.4f},"
-        yield f"      {_NOISE[margin.source]}"
+        interval = f"its 95 % interval is {low:.4f} to {high:.4f}"
+        yield f"{verdict}: {interval}, {_NOISE[margin.source]}."
     if margin.source == "evaluations":
         yield from _of_one_seed(best.same_windows)
 
 
 def _of_one_seed(same_windows: bool) -> Iterator[str]:
     if same_windows:
-        yield "      (both read the same windows of the text: the interval is too wide)"
-    yield "      what other seeds would change cannot be told: run both with the same two or more"
+        yield "Both read the same windows of the text: the interval is too wide."
+    yield "What other seeds would change cannot be told: run both with the same two or more."
 
 
 def name_of(group: Group) -> str:
@@ -120,4 +119,4 @@ def _or_none(figure: float) -> float | None:
 
 
 def _loss(loss: float) -> str:
-    return format(loss, ".4f" if abs(loss) < _LARGE else ".4g") if isfinite(loss) else "?"
+    return format_loss(_or_none(loss))

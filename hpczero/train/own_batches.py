@@ -83,7 +83,7 @@ def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
                     "a checkpoint was loaded while the batches of other steps were taken: call"
                     f" hpczero.data.batches again, for those from step {engine.steps} on"
                 )
-            with engine.run.world.status.doing("data"):
+            with engine.run.world.doing("data"):
                 micro_batches, waited = prefetcher.next()
             engine.run.clock.waited_for_data(waited)
             yield _on_device(micro_batches, engine)

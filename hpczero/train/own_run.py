@@ -26,7 +26,7 @@ from hpczero.planner.forecast import replicas_left_out
 from hpczero.spec.schema import Spec
 from hpczero.train import preflight, process, rank_states, run_directory, setup
 from hpczero.train.arguments import (
-    folder_of_no_run,
+    checkpoints_outside_runs,
     folder_path,
     refuse_step,
     refuse_what_differs,
@@ -226,7 +226,7 @@ class OwnRun:
         if folder is None:
             self._save(self._checkpoints(), step, self._state(extra, random), waits)
             return
-        elsewhere = self._in_folder(self.world.run_on_all(lambda: folder_of_no_run(folder)))
+        elsewhere = self._in_folder(self.world.run_on_all(lambda: checkpoints_outside_runs(folder)))
         state = self._state(extra, random)
         with self.clock.standing():
             if self._attempt(lambda: elsewhere.begin(step, True, state)):
@@ -319,7 +319,7 @@ class OwnRun:
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Carry out a part of a save; a failure ends the loop, or is only said (on_error)."""
         try:
-            with self.world.status.doing("save"):
+            with self.world.doing("save"):
                 action()
         except SaveFailed as error:
             if self.spec.checkpoint.on_error == "stop":

@@ -1,4 +1,4 @@
-"""What a loop of one's own saves beside the engine's states: its numbers, generators, buffers."""
+"""A save of a loop of one's own beside the engine's states: numbers, generators, buffers."""
 
 import hashlib
 from collections.abc import Mapping

@@ -267,7 +267,7 @@ class Trainer:
         assert self.checkpoints
         reporter = self.reporter
         began = time.perf_counter()
-        with self.world.status.doing("save"):
+        with self.world.doing("save"):
             run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
             saved, not_removed = self.checkpoints.conclude()
         stalled = self._stalled + time.perf_counter() - began

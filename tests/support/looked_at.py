@@ -1,4 +1,4 @@
-"""What `hpczero top` shows of a run, made by hand."""
+"""Facts that `hpczero top` shows of a run, made by hand."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,5 +66,5 @@ LATE = state(6, waited=None)
 
 
 def ranks_of(states: Mapping[int, RankState], **more: Any) -> list[RankNow]:
-    file = NodeFile(NOW, "live", states, {}, **more)
+    file = NodeFile(NOW, "", states, {}, **more)
     return ranks_now([file], dict.fromkeys(states, "n"), NOW, 10.0)

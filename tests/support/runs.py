@@ -15,12 +15,14 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def wait_for(condition: Callable[[], bool], process: Process, limit: float = 60) -> None:
+def wait_for(condition: Callable[[], Any], process: Process, limit: float = 60) -> Any:
+    """Wait until it is true, while the process goes on; return what it then is."""
     begun = time.monotonic()
-    while not condition():
+    while not (found := condition()):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() - begun < limit, "it did not come to that"
         time.sleep(0.05)
+    return found
 
 
 def steps_done(folder: Path, name: str = "tiny") -> int:

@@ -4,10 +4,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.launch import hpczero, launch, mpirun, started
-from tests.support.runs import lines_of, steps_done
+from tests.support.runs import lines_of, steps_done, wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -66,14 +64,6 @@ with World.start() as world:
 """
 
 
-def poll(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.1)
-
-
 def blamed(folder: Path, name: str = "loop") -> tuple[str, dict[str, Any]]:
     """Return what the verb says of the run, in words and as data."""
     words, data = (
@@ -87,7 +77,7 @@ def test_a_rank_that_skips_a_collective_is_named_after_the_job_was_killed(tmp_pa
     (tmp_path / "loop.py").write_text(LOOP)
     written = tmp_path / "runs" / "loop" / "watch" / "node-0000.json"
     with started([*mpirun(3), sys.executable, "loop.py", "skip"], tmp_path) as job:
-        poll(written.exists, job, 200)
+        wait_for(written.exists, job, 200)
     # all of its processes were killed by SIGKILL: none could say anything more
     said, data = blamed(tmp_path)
     assert data["stuck"]["ranks"] == [1]
@@ -107,7 +97,7 @@ def test_a_rank_that_is_stuck_is_named_though_the_job_is_killed_soon(tmp_path: P
     (tmp_path / "spec.toml").write_text(HANGING)
     run = tmp_path / "runs" / "hanging"
     with started([*mpirun(3), *hpczero("run", "spec.toml")], tmp_path) as job:
-        poll(lambda: steps_done(tmp_path, "hanging") > 5, job, 400)
+        wait_for(lambda: steps_done(tmp_path, "hanging") > 5, job, 400)
         (tmp_path / "hang").touch()
         steps = 0
         while steps != (steps := steps_done(tmp_path, "hanging")):
@@ -115,7 +105,7 @@ def test_a_rank_that_is_stuck_is_named_though_the_job_is_killed_soon(tmp_path: P
         assert job.poll() is None
         for one in lines_of(run / "events.jsonl")[0]["ranks"]:
             os.kill(one["pid"], signal.SIGTERM)
-        poll((run / "watch" / "node-0000.json").exists, job, 60)
+        wait_for((run / "watch" / "node-0000.json").exists, job, 60)
     said, data = blamed(tmp_path, "hanging")
     assert data["stuck"]["ranks"] == [1]
     assert re.search(r"For it ranks 0, 2 waited for \d+ s in \w+.* \(number \d+ along \w+\)", said)
@@ -129,11 +119,11 @@ def test_a_living_job_records_all_its_ranks_when_one_is_asked(tmp_path: Path) ->
     written = run / "watch" / "node-0000.json"
     with started([*mpirun(2), sys.executable, "loop.py", "go on"], tmp_path) as job:
         metrics = run / "metrics.jsonl"
-        poll(lambda: metrics.exists() and metrics.stat().st_size > 0, job, 200)
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, job, 200)
         os.kill(max(_processes_of_ranks(job.pid)), signal.SIGUSR1)
-        poll(written.exists, job, 30)
+        wait_for(written.exists, job, 30)
         steps = metrics.read_text().count("\n")
-        poll(lambda: metrics.read_text().count("\n") > steps + 5, job, 30)
+        wait_for(lambda: metrics.read_text().count("\n") > steps + 5, job, 30)
         said, data = blamed(tmp_path)
     file = json.loads(written.read_text())
     assert set(file["states"]) == {"0", "1"}

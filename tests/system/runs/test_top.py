@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 
 from tests.support.launch import hpczero, launch, started
 from tests.support.run_folders import made
+from tests.support.runs import wait_for
 from tests.support.tiny_run import SPEC, command
 
 pytest.importorskip("torch", reason="training needs torch")
@@ -33,23 +33,13 @@ ENDLESS = (
 )
 
 
-def poll(condition: Callable[[], Any], job: subprocess.Popen[bytes], seconds: float = 60) -> Any:
-    """Wait until it is true, while the job goes on; return what it then is."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.2)
-    return found
-
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     folder = tmp_path_factory.mktemp("top")
     (folder / "spec.toml").write_text(SPEC)
     with started(command(4, *ENDLESS), folder) as process:
         run = folder / "runs" / "tiny"
-        poll(lambda: steps_of(run) > 5, process, 240)
+        wait_for(lambda: steps_of(run) > 5, process, 240)
         yield process, run
 
 
@@ -70,11 +60,11 @@ def seen(run: Path) -> dict[str, Any]:
 
 def test_ranks_are_seen_from_outside_and_nothing_is_written_unasked(job: Job) -> None:
     process, run = job
-    poll(lambda: (run / "watch" / "asked").exists(), process)
+    wait_for(lambda: (run / "watch" / "asked").exists(), process)
     steps = steps_of(run)
-    poll(lambda: steps_of(run) > steps + 20, process)
+    wait_for(lambda: steps_of(run) > steps + 20, process)
     assert [path.name for path in (run / "watch").iterdir()] == ["asked"]
-    facts = poll(lambda: (found := seen(run))["ranks"] and found, process)
+    facts = wait_for(lambda: (found := seen(run))["ranks"] and found, process)
     assert facts["state"] == "running"
     assert [one["rank"] for one in facts["ranks"]] == [0, 1, 2, 3]
     usual = {"computing", "waiting", "loading data"}
@@ -89,12 +79,12 @@ def test_ranks_are_seen_from_outside_and_nothing_is_written_unasked(job: Job) ->
 
 def test_a_rank_that_stands_still_is_named_also_if_it_was_the_one_to_write(job: Job) -> None:
     process, run = job
-    poll(lambda: seen(run)["ranks"], process)
+    wait_for(lambda: seen(run)["ranks"], process)
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     (ranks,) = (event["ranks"] for event in events if event["event"] == "start")
     os.kill(ranks[0]["pid"], signal.SIGSTOP)
     try:
-        facts = poll(
+        facts = wait_for(
             lambda: (found := seen(run)) and found["behind"] and found["ranks"] and found, process
         )
     finally:
@@ -107,7 +97,7 @@ def test_a_rank_that_stands_still_is_named_also_if_it_was_the_one_to_write(job: 
     assert {one["state"] for one in others} == {"waiting"}
     assert any(one["waits_for"] == [0] for one in others)
     stopped_at = steps_of(run)
-    poll(lambda: steps_of(run) > stopped_at, process)
+    wait_for(lambda: steps_of(run) > stopped_at, process)
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])

@@ -1,4 +1,4 @@
-"""What ranks do is written while somebody looks, and by a rank that can; slots are made here."""
+"""The ranks' doings are written while somebody looks, by a rank that can; slots are made here."""
 
 import os
 import time
@@ -44,9 +44,9 @@ class Node:
                 assert onlooker.ask() == ""
             for rank, of_rank in self.ranks.items():
                 if rank not in self.asleep:
-                    wrote = of_rank._next_write
+                    before = self.file.at
                     of_rank.look(self.folder)
-                    writers += [rank] if of_rank._next_write != wrote else []
+                    writers += [rank] if self.file.at != before else []
             self.now += 1.0
         return writers
 
@@ -84,7 +84,7 @@ def test_it_is_written_while_somebody_asks_and_a_while_longer(folder: Path) -> N
     assert node.file.states[1].step == 7
     assert node.file.resident[1] > 1e6, "of this process, that stands for all ranks"
     (seen,) = onlooker.files()
-    assert (seen.reason, set(seen.states)) == ("live", {0, 1, 2})
+    assert (seen.reason, set(seen.states)) == ("", {0, 1, 2})
     node.run(30)
     assert node.run(60) == [], "nobody asks any more"
 
@@ -120,7 +120,7 @@ def test_a_folder_that_is_removed_is_not_made_again_before_the_run_is(folder: Pa
     assert node.run(10, onlooker)
     safe_files.remove_tree(folder.parent)
     assert "asked is not there: the job is starting" in onlooker.ask()
-    assert onlooker.has_to_wait
+    assert onlooker.may_be_answered
     node.run(30)
     assert not folder.parent.exists()
     folder.parent.mkdir()
@@ -154,11 +154,11 @@ def test_ranks_of_other_nodes_do_not_make_the_file(folder: Path) -> None:
 def test_an_onlooker_does_not_believe_what_was_there_before(folder: Path) -> None:
     """Neither an earlier job's file, nor one whose writer has another clock."""
     state = RankState(1, 1, 1, 3, 0.0, None, "")
-    old = NodeFile(time.time() + 500, "live", {4: state}, {})
+    old = NodeFile(time.time() + 500, "", {4: state}, {})
     node_file.write(path_of(folder, 4), old, 4)
     onlooker = Onlooker(folder)
     assert onlooker.files() == []
-    new = NodeFile(12.0, "live", {0: state}, {})
+    new = NodeFile(12.0, "", {0: state}, {})
     node_file.write(path_of(folder, 0), new, 0)
     (seen,) = onlooker.files()
     assert set(seen.states) == {0}
@@ -186,9 +186,9 @@ def test_who_may_only_read_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(safe_files, "open_for_writing", refuse)
     asked_in(folder).touch()
     onlooker = Onlooker(folder)
-    assert onlooker.has_to_wait
+    assert onlooker.may_be_answered
     assert onlooker.ask() == f"{asked_in(folder)}: Permission denied"
-    assert not onlooker.has_to_wait
+    assert not onlooker.may_be_answered
 
 
 def test_an_error_while_somebody_looks_does_not_end_a_job(
@@ -245,6 +245,6 @@ def test_a_part_that_fails_is_over() -> None:
 
 def test_the_files_of_a_job_are_not_those_that_blame_and_the_watchdog_read(folder: Path) -> None:
     state = RankState(1, 1, 1, 3, 0.0, None, "")
-    node_file.write(path_of(folder, 0), NodeFile(1.0, "live", {0: state}, {}), 0)
+    node_file.write(path_of(folder, 0), NodeFile(1.0, "", {0: state}, {}), 0)
     assert not list(folder.glob("node-*.json"))
     assert watchdog.node_file.read(node_file.path_of(folder, 0)) == node_file.NOTHING

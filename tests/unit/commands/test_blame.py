@@ -58,6 +58,12 @@ def test_a_rank_that_has_not_come_is_named_with_axis_and_operation(tmp_path: Pat
     assert one.at == AT
 
 
+def test_no_reason_is_told_where_none_was_written(tmp_path: Path) -> None:
+    run, states = run_of(tmp_path), {0: WAITS, 1: WAITS, 2: LATE, 3: WAITS}
+    assert found(run, states, reason="").words.endswith("along data).")
+    assert found(run, {0: LATE, 1: LATE}, reason="").words.endswith("for 40 s).")
+
+
 def test_a_rank_in_another_operation_is_named(tmp_path: Path) -> None:
     one = found(run_of(tmp_path), {0: WAITS, 1: OTHER, 2: WAITS, 3: WAITS})
     assert one.ranks == [1]

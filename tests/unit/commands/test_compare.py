@@ -68,7 +68,7 @@ def test_every_run_by_itself_over_one_axis(capsys: pytest.CaptureFixture[str]) -
     assert said.startswith("2 runs in 2 groups")
     assert "over tokens" not in said
     assert "validation loss over steps" in said
-    assert "what other seeds would change cannot be told" in said
+    assert "What other seeds would change cannot be told" in said
 
 
 def test_where_tokens_are_not_known_losses_are_over_steps(

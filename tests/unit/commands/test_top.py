@@ -1,8 +1,8 @@
-"""`hpczero top` of run folders without a job, and the losses of a file that grows."""
+"""`hpczero top` of run folders without a job of ranks that answer."""
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,11 +15,11 @@ from hpczero.comm.live import Onlooker
 from hpczero.comm.node_file import NodeFile
 from hpczero.commands import top as top_verb
 from hpczero.commands.top import top
-from hpczero.commands.top_facts import Facts, Losses, Viewer
+from hpczero.commands.top_facts import Facts, Viewer
 from hpczero.errors import InputError
 from hpczero.lock import RunLock
 from tests.support.looked_at import BAD, LATE, facts, state
-from tests.support.run_files import BEGAN, moment, ranks_on, write_rank_times, write_run
+from tests.support.run_files import BEGAN, ranks_on, write_rank_times, write_run
 from tests.support.run_folders import made, stopped_at_once
 
 
@@ -157,7 +157,7 @@ def test_the_answers_of_ranks_are_shown(
     times = count(5)
 
     def answer(onlooker: Onlooker) -> str:
-        file = NodeFile(next(times), "live", {0: state(waited=0.01), 1: LATE}, {})
+        file = NodeFile(next(times), "", {0: state(waited=0.01), 1: LATE}, {})
         node_file.write(live.path_of(folder, 0), file, 0)
         return ""
 
@@ -195,56 +195,3 @@ def test_a_job_that_does_not_answer_is_waited_for_a_while(
     monkeypatch.setattr(top_verb, "_POLL", 0.05)
     assert "ranks: none has answered for 20 s" in told(made(tmp_path), capsys)
     assert len(looks) > 1
-
-
-# -- losses of a file that grows ------------------------------------------------------------------
-
-
-def add(path: Path, steps: Sequence[int], mode: str = "a") -> None:
-    with path.open(mode) as file:
-        for step in steps:
-            line = {"step": step, "loss": float(step), "time": moment(step)}
-            file.write(json.dumps(line) + "\n")
-
-
-def test_losses_are_read_as_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    losses = Losses(path)
-    losses.read()
-    assert len(losses.steps) == 0
-    add(path, [1, 2])
-    with path.open("a") as file:
-        file.write('{"step": 3, "lo')
-    losses.read()
-    assert losses.steps.tolist() == [1, 2]
-    with path.open("a") as file:
-        file.write('ss": 9}\n')
-    losses.read()
-    assert losses.losses.tolist() == [1, 2, 9]
-    add(path, [3, 4])
-    losses.read()
-    assert losses.losses.tolist() == [1, 2, 3, 4], "a step that came again counts once"
-    assert losses.written == BEGAN + 4
-
-
-def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    losses = Losses(path)
-    add(path, range(1, 50))
-    losses.read()
-    add(tmp_path / "new", range(1, 20))
-    (tmp_path / "new").rename(path)
-    losses.read()
-    assert losses.steps[-1] == 19
-
-
-def test_of_a_long_file_the_newest_part_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hpczero.commands.top_facts._MOST", 1000)
-    path = tmp_path / "metrics.jsonl"
-    add(path, range(1, 500))
-    losses = Losses(path)
-    losses.read()
-    assert 5 < len(losses.steps) < 20
-    assert losses.steps[-1] == 499

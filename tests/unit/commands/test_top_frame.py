@@ -43,6 +43,16 @@ def test_a_frame_has_all_that_was_asked_for() -> None:
     assert text.index("step=200") < text.index("step=150"), "the newest event is seen first"
 
 
+@pytest.mark.parametrize(
+    ("slow", "words"), [(4, "1 more rank is slow."), (7, "4 more ranks are slow."), (3, "")]
+)
+def test_of_many_slow_ranks_some_are_counted(slow: int, words: str) -> None:
+    text = "\n".join(frame(replace(FULL, slow=[*FULL.slow] * slow), 100, None, "utf-8"))
+    assert text.count("is slow in") + text.count("is slow:") == 3
+    assert words in text
+    assert words or "more rank" not in text
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 @pytest.mark.parametrize("width", [40, 41, 60, 80, 99, 200])
 @pytest.mark.parametrize("height", [5, 12, 24, 60, None])

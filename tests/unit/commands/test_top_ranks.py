@@ -1,4 +1,4 @@
-"""What ranks do, and whom they wait for, from states made by hand."""
+"""Ranks: their doings, and whom they wait for, from states made by hand."""
 
 import json
 from collections.abc import Mapping
@@ -80,8 +80,8 @@ def test_a_short_wait_has_no_duration_and_one_outside_of_groups_no_ranks() -> No
 
 def test_ranks_of_a_node_that_says_nothing_are_silent() -> None:
     files = [
-        NodeFile(NOW, "live", {0: state(), 1: state()}, {}),
-        NodeFile(NOW - 60, "live", {2: LATE}, {}),
+        NodeFile(NOW, "", {0: state(), 1: state()}, {}),
+        NodeFile(NOW - 60, "", {2: LATE}, {}),
     ]
     found = ranks_now(files, HOSTS, NOW, 10.0)
     assert [one.state for one in found] == ["waiting", "waiting", "silent", "silent"]

@@ -12,6 +12,7 @@ from hpczero.report import as_png, as_svg, build, learning, notebook, terminal
 from hpczero.report.marks import COLOURS, Cells, Drawing, Line, Rectangle, Words
 from hpczero.runs.curves import curve
 from hpczero.runs.record import Run, read_run
+from hpczero.text import format_loss
 from tests.support import run_folders
 
 
@@ -88,7 +89,23 @@ def test_a_curve_of_letters(run: Run, encoding: str) -> None:
         line.encode(encoding)
     assert drawn[-1] == "4.8500 at first, 2.9000 at the end, lowest 2.9000; validation 3.1000"
     assert drawn[1].strip().startswith("4.8500")
-    assert drawn[-2].split() == ["1", "40"]
+    assert drawn[-2].split() == ["step", "1", "40"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_points_that_lie_apart_are_joined(encoding: str) -> None:
+    shown = curve(np.array([1.0, 5.0, 9.0]), np.array([3.0, 1.0, 2.0]), 100)
+    lines = [line[12:] for line in terminal.chart(shown, (1, 9), 62, 5, encoding)][:-1]
+    assert all(any(line[at : at + 1].strip() for line in lines) for at in range(50))
+
+
+@pytest.mark.parametrize("losses", [[1.5e308, -1.5e308, 1.0], [1e308] * 300 + [-1e308], [5e-324]])
+def test_the_largest_and_smallest_numbers_are_drawn(losses: list[float]) -> None:
+    steps = np.arange(float(len(losses)))
+    shown = curve(steps, np.array(losses), terminal.points(60, "utf-8"))
+    first, *_, last, _ = terminal.chart(shown, (0, 1), 60, 4, "utf-8")
+    assert first.split()[0] == format_loss(max(losses))
+    assert len(losses) == 1 or last.split()[0] == format_loss(min(losses))
 
 
 def test_a_canvas_goes_through_every_column_and_reaches_the_extremes() -> None:
