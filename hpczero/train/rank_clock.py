@@ -73,7 +73,6 @@ class RankClock:
         processor = self._processor_time() - self._processor
         taken = self._waited_for_processor() - self._taken
         sums["step"] += seconds
-        sums["longest"] = max(sums["longest"], seconds)
         sums["compute"] += compute
         sums["wait"] += wait
         sums["data"] += data

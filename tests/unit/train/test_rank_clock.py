@@ -55,7 +55,6 @@ def test_a_row_every_few_steps_and_a_last_partial_one(tmp_path: Path) -> None:
     assert clock.world.gathered == 3
     of_field = {name: values[:, 1].tolist() for name, values in job.of_field.items()}
     assert of_field["step"] == [13, 27, 23]
-    assert of_field["longest"] == [7, 10, 12]
     assert of_field["wait"] == [0.5, 0.75, 0.5]
     assert of_field["data"] == [1.0, 1.5, 1.0]
     assert of_field["compute"] == [11.5, 24.75, 21.5]
