@@ -45,7 +45,7 @@ def folder_path(name: str, given: str | Path) -> Path:
     return Path(env.expand(str(given))).absolute()
 
 
-def folder_of_no_run(given: str | Path) -> Path:
+def checkpoints_outside_runs(given: str | Path) -> Path:
     """Return the folder for checkpoints in a folder that is no run's; InputError if it is."""
     path = folder_path("folder", given)
     if (path / "spec.toml").exists():
