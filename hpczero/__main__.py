@@ -2,6 +2,6 @@
 
 import sys
 
-from hpczero.cli import program
+from hpczero.cli import main
 
-sys.exit(program())
+sys.exit(main())

@@ -5,44 +5,20 @@ when the verb is used, so that verbs for login nodes start at once and need neit
 """
 
 import argparse
-import atexit
 import importlib
 import io
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
 
 from hpczero import env
 from hpczero.arguments import EXIT_CODES, add_verbs
-from hpczero.errors import HpczeroError, InputError, Stopped, for_terminal
+from hpczero.errors import HpczeroError, InputError, for_terminal
 from hpczero.verbs import VERBS
 
-_TRAINING = "hpczero.train.run"
 _FOR_TRAINING = ("torch", "mpi4py", "numba")
 _PATH_ERRORS = {EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR}
 _DESCRIPTION = "Trains large transformers over MPI from one TOML spec."
-
-
-def program() -> int:
-    """Carry out the process's command line; after a training that came to its end, leave at once.
-
-    What is left by then, destructors of PyTorch's tables, takes half a second of each rank. Tools
-    that are loaded beside a program may write their findings there: they keep it.
-    """
-    code = main()
-    is_trained = _TRAINING in sys.modules and code in (0, Stopped.exit_code)
-    if is_trained and not env.has_loaded_tools():
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter ends itself
-        atexit._run_exitfuncs()
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except OSError:
-            return code
-        os._exit(code)
-    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

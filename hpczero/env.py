@@ -85,11 +85,6 @@ def for_trackers() -> None:
     }
 
 
-def has_loaded_tools() -> bool:
-    """Return True if libraries are loaded beside the program, as profilers are."""
-    return any(map(variable, ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH")))
-
-
 def tells_malloc() -> bool:
     """Return True if the environment configures glibc's malloc."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(

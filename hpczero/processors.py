@@ -1,7 +1,9 @@
 """Facts about the processors of this computer: its cores, their name, and what they can do."""
 
+import contextlib
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence, Set
 from fractions import Fraction
@@ -37,7 +39,7 @@ _PRODUCTS = {
 }
 
 
-def multiplies(precision: str, root: Path = ROOT) -> bool:
+def has_products(precision: str, root: Path = ROOT) -> bool:
     """Return False if the processor is known to have no products of these numbers."""
     info = text_of(root / "proc/cpuinfo")
     found = re.search(r"^(?:flags|Features)\s*:\s*(\S.*)$", info, re.MULTILINE)
@@ -47,7 +49,20 @@ def multiplies(precision: str, root: Path = ROOT) -> bool:
 
 def waited_for_core(root: Path = ROOT) -> float:
     """Return the seconds that this thread could have run and had no core; 0 if unknown (Linux)."""
-    counts = text_of(root / "proc/thread-self/schedstat").split()
+    return _waited(root / "proc/thread-self")
+
+
+def helpers_waited_for_core(root: Path = ROOT) -> float:
+    """Return the seconds of all other threads of this process that are alive."""
+    own = str(threading.get_native_id())
+    with contextlib.suppress(OSError):
+        threads = (root / "proc/self/task").iterdir()
+        return sum(_waited(thread) for thread in threads if thread.name != own)
+    return 0.0
+
+
+def _waited(thread: Path) -> float:
+    counts = text_of(thread / "schedstat").split()
     return int(counts[1]) / 1e9 if len(counts) == 3 else 0.0
 
 

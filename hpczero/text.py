@@ -115,6 +115,11 @@ def format_binary(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
+def format_energy(joules: float) -> str:
+    """Return "400 J (0.000111 kWh)"."""
+    return f"{joules:,.4g} J ({joules / 3.6e6:,.3g} kWh)"
+
+
 def log_line(event: str, values: Mapping[str, object]) -> str:
     """Return a line of a log: time in UTC, event, key=value for each value."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

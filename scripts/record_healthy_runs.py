@@ -63,7 +63,6 @@ class Recorded:
 
 
 RUNS = (
-    Recorded("alone", 1, "a rank alone", {}),
     Recorded("data-2", 2, "two data ranks", {}),
     Recorded(
         "data-3-uneven", 3, "samples that three ranks cannot share", {"train.global_batch": 7}
@@ -114,6 +113,12 @@ RUNS = (
         3,
         "a checkpoint every four steps, by each node",
         {"checkpoint.every": 4, "checkpoint.asynchronous": "false"},
+    ),
+    Recorded(
+        "saves-seldom",
+        3,
+        "a checkpoint every ten steps: most rows have none",
+        {"checkpoint.every": 10, "checkpoint.asynchronous": "false"},
     ),
     Recorded(
         "saves-behind",

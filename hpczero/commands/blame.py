@@ -4,7 +4,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpczero.comm import node_file, verdict
@@ -12,8 +12,9 @@ from hpczero.comm.node_file import NodeFile
 from hpczero.comm.status import RankState
 from hpczero.comm.verdict import Question
 from hpczero.commands.jobs import run_named
+from hpczero.runs import rank_times
 from hpczero.runs.record import Run, read_run
-from hpczero.runs.stragglers import Straggler, stragglers
+from hpczero.runs.stragglers import LATEST_OF_ALL, Straggler, stragglers
 from hpczero.text import first_few, format_duration, join_words, printable
 
 _SLACK = 2.0  # seconds between clocks of nodes
@@ -35,7 +36,7 @@ def blame(options: Namespace) -> int:
     run = read_run(run_named(options.run))
     files = states_of(run)
     finding = find(run, files) if files else None
-    slow = stragglers(run)
+    slow = stragglers(run, rank_times.read(run.path, LATEST_OF_ALL))
     if options.json:
         print(json.dumps(_as_data(finding, slow), indent=2))
         return 0
@@ -93,8 +94,7 @@ def find(run: Run, files: Sequence[NodeFile]) -> Finding:
     reasons = list(dict.fromkeys(printable(file.reason) for file in files if file.reason))
     because = f" ({join_words(reasons)})" if reasons else ""
     missing = _missing(run, states)
-    known = run.jobs[-1].hosts if run.jobs else {}
-    hosts = {rank: known.get(rank, "an unknown host") for rank in [*states, *missing]}
+    hosts = {rank: run.host_of(rank) for rank in [*states, *missing]}
     waiting = [rank for rank, state in states.items() if state.waited is not None]
     if not waiting:
         busy = ", ".join(_at(rank, states[rank]) for rank in sorted(states)[:8])
@@ -186,4 +186,4 @@ def _as_data(finding: Finding | None, slow: Sequence[Straggler]) -> dict[str, An
             "at": finding.at,
             "stacks": dict(finding.stacks),
         }
-    return {"stuck": stuck, "slow": [one.as_data() for one in slow]}
+    return {"stuck": stuck, "slow": [asdict(one) for one in slow]}

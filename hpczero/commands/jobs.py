@@ -104,7 +104,7 @@ def _spent(run: Path) -> dict[str, object]:
     tokens = booked.tokens if booked else 0.0
     return {
         "goodput": booked.as_data() if booked else None,
-        "energy": energy.read(run).as_data(tokens),
+        "energy": energy.read(run, tokens).as_data(),
     }
 
 
@@ -305,7 +305,7 @@ def _goodput(run: Path) -> list[str]:
     words = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
     return [
         f"  goodput     {booked.share:.0%} of its ranks' time trained: {words}{waited}",
-        f"  energy      {energy.read(run).words(booked.tokens)}",
+        f"  energy      {energy.read(run, booked.tokens).words}",
     ]
 
 

@@ -18,11 +18,10 @@ from hpczero.runs import rank_times
 from hpczero.runs.columns import Numbers, number
 from hpczero.runs.growing_losses import GrowingLosses
 from hpczero.runs.record import Run, read_run
-from hpczero.runs.stragglers import Straggler, stragglers
+from hpczero.runs.stragglers import LATEST_OF_ALL, Straggler, stragglers
 from hpczero.text import format_age, printable
 
 _EVENTS = 50
-_ROWS = 64  # of times of ranks: more than stragglers are found by
 _SLACK = 2.0  # seconds between clocks of computers
 _LONG_STEPS, _LONG = 5, 10.0  # a wait of so many steps, and seconds
 _LONG_IF_WRONG = 2.0  # where something is wrong with a process
@@ -73,7 +72,7 @@ class Facts:
             "ranks": [asdict(one) for one in self.ranks],
             "ranks_seen": self.seen,
             "behind": behind,
-            "slow": [one.as_data() for one in self.slow],
+            "slow": [asdict(one) for one in self.slow],
             "memory": asdict(self.memory) if self.memory else None,
             "events": list(self.events),
         }
@@ -114,7 +113,7 @@ class Viewer:
             seen.words,
             seen.is_live or not may_answer,
             behind,
-            self._slow(run),
+            stragglers(run, rank_times.read(run.path, LATEST_OF_ALL)),
             _memory(self._path),
             [_plain(event) for event in run.events[-_EVENTS:]],
             self._losses.steps,
@@ -148,13 +147,6 @@ class Viewer:
         files = states_of(run)
         stepped = self._losses.written
         return files if files and max(file.at for file in files) > stepped - _SLACK else []
-
-    def _slow(self, run: Run) -> list[Straggler]:
-        ranks = len(run.jobs[-1].ranks) if run.jobs else 0
-        if ranks < 2:
-            return []
-        size = len(rank_times.row(1, 1, [[0.0] * len(rank_times.FIELDS)] * ranks))
-        return stragglers(run, rank_times.read(run.path, _ROWS * size))
 
 
 def _plain(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from hpczero.comm import verdict
 from hpczero.comm.node_file import NodeFile
 from hpczero.comm.status import RankState
 from hpczero.comm.verdict import Question
+from hpczero.runs.record import UNKNOWN_HOST
 from hpczero.text import consecutive_runs, format_age, format_span, printable, shorten
 
 COMPUTING, WAITING, STARTING, SILENT = "computing", "waiting", "starting", "silent"
@@ -85,7 +86,7 @@ def ranks_now(
     waits_for = _waits_for(states)
     listed = []
     for rank in sorted({*states, *hosts}) if states else ():
-        host = hosts.get(rank, "an unknown host")
+        host = hosts.get(rank, UNKNOWN_HOST)
         state = states.get(rank)
         if state is None or ages[rank] > silent_after:
             listed.append(RankNow(rank, host, SILENT, seconds=ages.get(rank)))

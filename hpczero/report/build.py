@@ -19,12 +19,11 @@ from hpczero.report import (
 )
 from hpczero.report.contents import Chapter, Report, Section, Text
 from hpczero.runs import energy, rank_times
-from hpczero.runs.allocations import allocations
 from hpczero.runs.columns import number
-from hpczero.runs.goodput import Goodput, goodput
+from hpczero.runs.goodput import Goodput, goodput_of
 from hpczero.runs.record import Run
 from hpczero.runs.stragglers import stragglers
-from hpczero.text import format_duration, format_loss, format_number, printable
+from hpczero.text import format_duration, format_energy, format_loss, format_number, printable
 
 _MOST_CHAPTERS = 12  # of runs, behind their comparison
 # what a stranger's files may make of a figure: it is left out, and said so
@@ -58,21 +57,17 @@ def chapter_of(run: Run, points: int) -> Chapter:
 
 
 def _course(run: Run) -> Section:
-    found = booked(run)
+    found = goodput_of(run)
     parts = {name: seconds for name, seconds in found.of_kind.items() if 0 < seconds < 1e18}
     return course.section(run, parts, cost(run, found))
-
-
-def booked(run: Run) -> Goodput:
-    return goodput(run, rank_times.read(run.path), allocations(run.path))
 
 
 def cost(run: Run, found: Goodput) -> list[list[str]]:
     """Return what the run had and took, in words: rows of a table."""
     if not 0 < found.allocated < 1e18:
         return []
-    used = energy.read(run.path)
-    each = used.a_thousand_tokens(found.tokens)
+    used = energy.read(run.path, found.tokens)
+    each = used.a_thousand_tokens
     queued = "not known" if found.queued is None else format_duration(found.queued)
     rows = [
         ["time of all ranks", f"{found.allocated / 3600:,.4g} rank-hours"],
@@ -80,8 +75,9 @@ def cost(run: Run, found: Goodput) -> list[list[str]]:
         ["in the queue", queued],
     ]
     if used.joules is not None:
-        rows.append(["energy", f"{used.joules:,.6g} J = {used.joules / 3.6e6:,.4g} kWh"])
-        rows.append(["of it processors, GPUs", f"{used.processors:,.6g} J, {used.gpus:,.6g} J"])
+        rows.append(["energy", format_energy(used.joules)])
+        parts = format_energy(used.processors), format_energy(used.gpus)
+        rows.append(["of it processors, GPUs", ", ".join(parts)])
         rows += [["energy of 1,000 tokens", f"{each:,.4g} J"]] if each else []
     if used.missing:
         rows.append(["energy that is not measured", used.missing])

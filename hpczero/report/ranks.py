@@ -9,7 +9,6 @@ from hpczero.report.contents import Block, Figure, Section, Table, Text
 from hpczero.runs.columns import Numbers
 from hpczero.runs.curves import means
 from hpczero.runs.rank_times import RankTimes
-from hpczero.runs.stragglers import own_parts
 from hpczero.text import format_count, format_span
 
 _COLUMNS = 160  # of a map
@@ -82,34 +81,16 @@ def _figures(jobs: Sequence[RankTimes], which: str) -> Iterator[Figure]:
 
 
 def _slowest(jobs: Sequence[RankTimes]) -> Table:
-    """Return the ranks whose own work took longest, and what of it is more than the median's."""
+    """Return the ranks whose own work took longest."""
     steps = sum(float(job.steps.sum()) for job in jobs)
-    sums = {
-        name: sum(job.of_field[name].sum(axis=0) for job in jobs) / steps
-        for name in ("step", "wait")
-    }
-    parts = [(own_parts(job), job.steps[:, None]) for job in jobs]
-    causes = {
-        name: sum((of_job[name] * count).sum(axis=0) for of_job, count in parts) / steps
-        for name in parts[0][0]
-    }
-    work = np.maximum(0.0, sums["step"] - sums["wait"])
-    order = np.argsort(-work)[:_SLOWEST]
+    step, wait = (
+        sum(job.of_field[name].sum(axis=0) for job in jobs) / steps for name in ("step", "wait")
+    )
+    work = np.maximum(0.0, step - wait)
     usual = float(np.median(work))
     rows = []
-    for rank in order.tolist():
-        more = {name: float(part[rank] - np.median(part)) for name, part in causes.items()}
-        largest = max(more, key=more.__getitem__)
+    for rank in np.argsort(-work)[:_SLOWEST].tolist():
         share = (work[rank] / usual - 1) if usual > 0 else 0.0
-        cause = f"{largest} (+{more[largest]:.3g} s)" if more[largest] > 0.01 * usual else "-"
-        rows.append(
-            [
-                str(rank),
-                f"{work[rank]:.4g}",
-                f"{100 * share:+.1f} %",
-                f"{sums['wait'][rank]:.4g}",
-                cause,
-            ]
-        )
-    head = ["rank", "own work (s a step)", "than the median", "waited (s a step)", "most of it in"]
+        rows.append([str(rank), f"{work[rank]:.4g}", f"{100 * share:+.1f} %", f"{wait[rank]:.4g}"])
+    head = ["rank", "own work (s a step)", "than the median", "waited (s a step)"]
     return Table(f"The ranks with the most work of {len(work)}", head, rows)

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from hpczero.runs import rank_times
-from hpczero.runs.allocations import Allocation, allocations, seconds_in_queue
 from hpczero.runs.columns import TIME, Numbers, number, seconds_of
+from hpczero.runs.job_scripts import JobScript, job_scripts, seconds_in_queue
 from hpczero.runs.rank_times import RankTimes
 from hpczero.runs.record import Job, Run, read_run
 
@@ -26,13 +26,13 @@ KINDS = (
 )
 USEFUL = ("computing", "communication", "data", "evaluation")
 _MOST = 100_000_000  # bytes of metrics: some 300,000 steps
-_OF_STEPS = {
-    "computing": "compute_seconds",
-    "communication": "comm_seconds",
-    "data": "data_seconds",
-}
 _LARGEST = 1e12  # seconds
-_OF_RANKS = {"computing": "compute", "communication": "wait", "data": "data"}
+# parts of a step: the metric, and the field of `rank_times`
+_OF_STEPS = {
+    "computing": ("compute_seconds", "compute"),
+    "communication": ("comm_seconds", "wait"),
+    "data": ("data_seconds", "data"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,15 @@ class Goodput:
         return booked | {"queue": self.queued}
 
 
-def goodput(run: Run, times: Sequence[RankTimes] = (), had: Sequence[Allocation] = ()) -> Goodput:
-    """Book the time of all jobs; `had`: what the batch system gave them."""
+def goodput(
+    run: Run, times: Sequence[RankTimes] = (), scripts: Sequence[JobScript] = ()
+) -> Goodput:
+    """Book the time of all jobs; `scripts`: those that the batch system started them by."""
     sums = dict.fromkeys(KINDS, 0.0)
-    for job, (began, ended) in zip(run.jobs, _bounds(run.jobs, had), strict=True):
+    for job, (began, ended) in zip(run.jobs, _bounds(run.jobs, scripts), strict=True):
         for kind, seconds in _of_job(run, job, times, began, ended).items():
             sums[kind] += seconds * max(1, len(job.ranks))
-    return Goodput(sums, seconds_in_queue(run, had), _sum(run.metrics["tokens"]))
+    return Goodput(sums, seconds_in_queue(run, scripts), _sum(run.metrics["tokens"]))
 
 
 def goodput_in(path: Path) -> Goodput | None:
@@ -79,10 +81,15 @@ def goodput_in(path: Path) -> Goodput | None:
         size = 0
     if size > _MOST:
         return None
-    return goodput(read_run(path), rank_times.read(path), allocations(path))
+    return goodput_of(read_run(path))
 
 
-def _bounds(jobs: Sequence[Job], had: Sequence[Allocation]) -> list[tuple[float, float]]:
+def goodput_of(run: Run) -> Goodput:
+    """Book a run with all that its directory says."""
+    return goodput(run, rank_times.read(run.path), job_scripts(run.path))
+
+
+def _bounds(jobs: Sequence[Job], scripts: Sequence[JobScript]) -> list[tuple[float, float]]:
     """Return begin and end of each job; several that the batch system started as one join on."""
     bounds = []
     for job in jobs:
@@ -90,8 +97,8 @@ def _bounds(jobs: Sequence[Job], had: Sequence[Allocation]) -> list[tuple[float,
         began = min(began, job.began) if isfinite(began) else job.began
         known = isfinite(began) and isfinite(job.ended)
         bounds.append((began, max(began, job.ended)) if known else (0.0, 0.0))
-    for at_one, one in enumerate(had):
-        until = had[at_one + 1].began if at_one + 1 < len(had) else inf
+    for at_one, one in enumerate(scripts):
+        until = scripts[at_one + 1].began if at_one + 1 < len(scripts) else inf
         inside = [
             at
             for at, job in enumerate(jobs)
@@ -99,12 +106,14 @@ def _bounds(jobs: Sequence[Job], had: Sequence[Allocation]) -> list[tuple[float,
         ]
         if not inside:
             continue
-        last = inside[-1]
-        joints = [one.began, *(bounds[at][1] for at in inside)]
-        for at, begin in zip(inside, joints, strict=False):
-            bounds[at] = min(begin, bounds[at][0]), bounds[at][1]
+        before = one.began
+        for at in inside:
+            begin, end = bounds[at]
+            bounds[at] = min(before, begin), end
+            before = end
         if isfinite(one.ended):
-            bounds[last] = bounds[last][0], max(bounds[last][1], one.ended)
+            begin, end = bounds[inside[-1]]
+            bounds[inside[-1]] = begin, max(end, one.ended)
     return bounds
 
 
@@ -115,7 +124,7 @@ def _of_job(
     metrics = run.metrics
     own = (metrics[TIME] >= job.began) & (metrics[TIME] <= job.ended)
     whole = ended - began
-    found = {kind: _sum(metrics[name][own]) for kind, name in _OF_STEPS.items()}
+    found = {kind: _sum(metrics[name][own]) for kind, (name, _) in _OF_STEPS.items()}
     found = _of_mean_rank(found, metrics["step"][own], times)
     evaluations = _sum(metrics["evaluation_seconds"][own])
     saves = [
@@ -165,10 +174,10 @@ def _of_mean_rank(
     of_first: dict[str, float], steps: Numbers, times: Sequence[RankTimes]
 ) -> dict[str, float]:
     """Divide the seconds of steps as the mean rank did; all kinds together stay what they were."""
-    sums = dict.fromkeys(_OF_RANKS, 0.0)
+    sums = dict.fromkeys(_OF_STEPS, 0.0)
     for one in times:
         rows = np.isin(one.last, steps)
-        for kind, field in _OF_RANKS.items():
+        for kind, (_, field) in _OF_STEPS.items():
             sums[kind] += float(one.of_field[field][rows].mean(axis=1).sum())
     total = sum(sums.values())
     if not total > 0:

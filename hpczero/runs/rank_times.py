@@ -19,7 +19,6 @@ from hpczero.runs.columns import Numbers
 
 FOLDER = "rank_times"
 # Seconds of all steps in a row:
-#   longest      of one of them
 #   wait         for other ranks
 #   save         after the steps, for its own data to be written
 #   processor    of the main thread, but for its waits
@@ -29,7 +28,6 @@ FOLDER = "rank_times"
 # and no sums: its pipeline stage, and the samples that it has in a step.
 FIELDS = (
     "step",
-    "longest",
     "compute",
     "wait",
     "data",
@@ -94,19 +92,20 @@ def next_file(run: Path) -> Path:
     return run / FOLDER / f"{max(taken, default=0) + 1:04}.bin"
 
 
-def read(run: Path, most: int | None = None) -> list[RankTimes]:
+def read(run: Path, newest: int | None = None) -> list[RankTimes]:
     """Return the rows of each job that has any, without those of steps that came again later.
 
-    At most so many bytes are read (None: a gigabyte), of the newest rows.
+    Of all jobs' rows only so many are read (None: a gigabyte of them), the `newest` ones.
     """
     jobs: list[RankTimes] = []
     least = np.inf
-    left = _MOST_BYTES if most is None else most
+    left = _MOST_BYTES
     for path in reversed(_files(run)):
-        rows = _read(path, left)
+        rows = _read(path, left, newest)
         if rows is None:
             continue
         left -= rows.nbytes
+        newest = None if newest is None else newest - len(rows)
         job = _sound(rows)
         kept = job.last < least
         if kept.any():
@@ -124,8 +123,8 @@ def _files(run: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.stem))[-_MOST_JOBS:]
 
 
-def _read(path: Path, most: int) -> Rows | None:
-    """Return the newest rows of a file, of at most so many bytes; None if it has none."""
+def _read(path: Path, most: int, newest: int | None) -> Rows | None:
+    """Return the newest rows of a file, at most so many, and bytes; None if it has none."""
     try:
         with os.fdopen(safe_files.open_to_read(path), "rb") as file:
             begin = file.read(_HEAD.size)
@@ -138,7 +137,7 @@ def _read(path: Path, most: int) -> Rows | None:
                 return None
             kind = np.dtype([("steps", "<i8", 2), ("seconds", "<f4", (ranks, fields))])
             rows = (os.fstat(file.fileno()).st_size - _HEAD.size) // kind.itemsize
-            count = min(rows, most // kind.itemsize)
+            count = min(rows, most // kind.itemsize, rows if newest is None else newest)
             file.seek(_HEAD.size + (rows - count) * kind.itemsize)
             return np.fromfile(file, kind, count) if count > 0 else None
     except OSError:

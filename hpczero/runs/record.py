@@ -26,6 +26,7 @@ from hpczero.text import printable
 _MOST = 64 << 20  # bytes of a summary
 _MOST_EVENTS = 200_000
 _MOST_JOBS = 1_000
+UNKNOWN_HOST = "an unknown host"
 _MARKS = ("spec.toml", "metrics.jsonl", "events.jsonl")
 
 
@@ -90,6 +91,13 @@ class Run:
         """Return the last step that is known to be done."""
         last = self.metrics["step"][-1] if len(self.metrics) else 0
         return int(last)
+
+    def host_of(self, rank: int, ranks: int | None = None, before: float = inf) -> str:
+        """Return a rank's host in the newest job, of so many `ranks`, begun `before` a step."""
+        for job in reversed(self.jobs):
+            if ranks in (None, len(job.ranks)) and job.first < before:
+                return job.hosts.get(rank, UNKNOWN_HOST)
+        return UNKNOWN_HOST
 
     def events_named(self, *names: str) -> list[Mapping[str, Any]]:
         return [event for event in self.events if event.get("event") in names]

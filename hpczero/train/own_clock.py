@@ -17,6 +17,7 @@ class OwnClock:
         self._world = world
         self._every = every
         self._rows: RankClock | None = None
+        self._energy: EnergyMeter | None = None
         self._data = 0.0  # seconds of the step
         self._stood = 0.0  # seconds for checkpoints so far
         self._told = 0.0  # of these
@@ -32,8 +33,8 @@ class OwnClock:
 
     def open(self, run: Path | None, warn: Callable[[str], None]) -> None:
         """Write rows from now on. Collective; `run` is the directory on rank 0, None elsewhere."""
-        meter = EnergyMeter(self._world, run, warn)
-        self._rows = RankClock(self._world, self._every, run, warn, meter)
+        self._energy = EnergyMeter(self._world, self._every, run, warn)
+        self._rows = RankClock(self._world, self._every, run, warn)
         self._rows.begin()
 
     def begin_anew(self) -> None:
@@ -48,9 +49,6 @@ class OwnClock:
     @contextmanager
     def standing(self) -> Iterator[None]:
         """Count the time inside as one in which the loop stands still for a checkpoint."""
-        if self._since is not None:
-            yield
-            return
         self._since = time.perf_counter()
         communicated = self._world.ledger.seconds
         try:
@@ -61,8 +59,11 @@ class OwnClock:
             self._stood += seconds
             self._began += seconds
             self._communicated += self._world.ledger.seconds - communicated
-            if self._rows:
-                self._rows.saved(seconds)
+
+    def saved(self, seconds: float) -> None:
+        """Count seconds in which the loop stood still for this rank's data of a checkpoint."""
+        if self._rows:
+            self._rows.saved(seconds)
 
     def stalled(self) -> float:
         """Return for how long the loop has stood still since this was asked last."""
@@ -80,6 +81,8 @@ class OwnClock:
         data = self._data
         if self._rows:
             self._rows.step(step, seconds, wait, data)
+        if self._energy:
+            self._energy.step(step)
         self._begin()
         return {
             "step_seconds": seconds,
@@ -89,11 +92,15 @@ class OwnClock:
         }
 
     def flush(self) -> None:
-        """Write the last row. Collective."""
+        """Write the last row, and the energy. Collective."""
         if self._rows:
-            self._rows.flush(at_end=True)
+            self._rows.flush()
+        if self._energy:
+            self._energy.note()
 
     def close(self) -> None:
         if self._rows:
             self._rows.close()
-        self._rows = None
+        if self._energy:
+            self._energy.close()
+        self._rows = self._energy = None

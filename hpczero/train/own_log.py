@@ -45,7 +45,7 @@ class OwnLog:
         if self.directory:
             facts = {"packages": setup.packages(), "git": setup.git_state(), "loop": "own"}
             where = {"ranks": ranks, "job": env.batch_job()}
-            self.event("start", began=setup.process_began(), **where, **facts)
+            self.event("start", began=setup.start_time(), **where, **facts)
 
     def resumed(self, step: int, path: str, **changed: str) -> None:
         """Say from which step the loop goes on; steps behind it that had been done are lost."""

@@ -38,7 +38,7 @@ from hpczero.train.memory_account import Expected, MemoryAccount
 from hpczero.train.mixed_data import continued_loop, samples_in_step
 from hpczero.train.own_clock import OwnClock
 from hpczero.train.own_log import OwnLog
-from hpczero.train.own_state import NOTHING, Values, digest_of, packed_loop
+from hpczero.train.own_state import NOT_SAVED, SavedValues, digest_of, packed_loop
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, refuse_unknown
 from hpczero.train.restored_loop import RestoredLoop
@@ -57,9 +57,9 @@ class OwnRun:
         self.world = world
         self.grid = grid
         self.engine = engine
-        self._saved = NOTHING  # by the last save of this run, or loaded since
+        self._saved = NOT_SAVED  # by the last save of this run, or loaded since
         self._begins: tuple[int, Path | None] | None = (0, None)  # until the first save, at most
-        self._saving = NOTHING
+        self._saving = NOT_SAVED
         self._whole = True  # no load has failed since the last one that did not
         self._read: dict[str, str] = {}  # what data the loop reads, as a run's identity
         self._resumed: Mapping[str, str] = {}  # what data the loop had read before
@@ -158,7 +158,7 @@ class OwnRun:
 
     def _restore_follows(self, loop: LoopState, generators: Generators) -> None:
         refuse_unknown(generators, loop.generators)
-        self._saved = NOTHING
+        self._saved = NOT_SAVED
         self._whole = False
 
     @contextmanager
@@ -243,7 +243,7 @@ class OwnRun:
 
     def _save(
         self, checkpoints: Checkpoints, step: int, state: Mapping[str, Array], waits: bool
-    ) -> Values:
+    ) -> SavedValues:
         """Save these values, unless they are saved; behind the loop, unless it `waits`."""
         values = self._values(step, state)
         if self._is_saved(values):
@@ -270,11 +270,11 @@ class OwnRun:
             self._begins = None
         checkpoints.begin(step, waits, state)
 
-    def _values(self, step: int, state: Mapping[str, Array]) -> Values:
+    def _values(self, step: int, state: Mapping[str, Array]) -> SavedValues:
         digest = digest_of(self.engine.module, state, self.world.rank == 0)
-        return Values(step, digest, self.changes)
+        return SavedValues(step, digest, self.changes)
 
-    def _is_saved(self, values: Values) -> bool:
+    def _is_saved(self, values: SavedValues) -> bool:
         """Return True if they are, and the checkpoint is still there."""
         is_there = values == self._saved and values.step in directory.steps(self._folder)
         saved: bool = self.world.broadcast_object(is_there)
@@ -312,6 +312,7 @@ class OwnRun:
         self._note(saved)
 
     def _note(self, saved: Saved) -> None:
+        self.clock.saved(saved.own_seconds)
         if self._deadline:
             self._deadline.saved(saved.seconds)
         self._log.saved(saved, self.clock.stalled())

@@ -18,7 +18,7 @@ from hpczero.train.rank_states import Generators, by_name
 
 
 @dataclass(frozen=True)
-class Values:
+class SavedValues:
     """The values of a save: equal ones need no second save. The digest is rank 0's."""
 
     step: int
@@ -26,7 +26,7 @@ class Values:
     changes: int
 
 
-NOTHING = Values(-1, b"", 0)
+NOT_SAVED = SavedValues(-1, b"", 0)
 
 
 def digest_of(module: nn.Module, state: Mapping[str, Array], is_first: bool) -> bytes:

@@ -35,7 +35,6 @@ from hpczero.train.console import choose_output
 from hpczero.train.energy_meter import EnergyMeter
 from hpczero.train.memory_account import MemoryAccount, expect
 from hpczero.train.mixed_data import as_recorded, identity_of_data, refuse_early_end
-from hpczero.train.rank_clock import RankClock
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.run_report import (
@@ -165,7 +164,7 @@ def _carry_out(
     """Build the engine, train, and return the outcome and the summary. Collective."""
     spec, world, grid = job.spec, job.world, job.grid
     report_start(job, reporter)
-    clock = _clock(job, reporter)
+    energy = _energy(job, reporter)
     batches = Batches(spec, job.source, grid.coordinate(world.rank, "data"), grid.size("data"))
     tracing = Tracing(spec, world, grid) if spec.train.trace else None
     meter = _Meter(job)
@@ -189,7 +188,7 @@ def _carry_out(
     batches = replace(batches, source=source)
     standing = partial(_standing, runner, checkpoints, world)
     account = MemoryAccount(world, engine, meter.expected, standing)
-    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account, clock)
+    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account, energy)
     meter.start()
     outcome = trainer.train(first)
     measured = meter.stop(standing(), account.most)
@@ -210,16 +209,15 @@ def _carry_out(
     return outcome, summary
 
 
-def _clock(job: TrainingJob, reporter: Reporter | None) -> RankClock:
-    """Return the clock, which measures energy from now on. Collective."""
+def _energy(job: TrainingJob, reporter: Reporter | None) -> EnergyMeter:
+    """Measure energy from now on. Collective."""
 
     def warn(what: str) -> None:
         if reporter:
             reporter.event("WARN", what=what)
 
     folder = reporter.directory.path if reporter else None
-    meter = EnergyMeter(job.world, folder, warn)
-    return RankClock(job.world, job.spec.train.log_every, folder, warn, meter)
+    return EnergyMeter(job.world, job.spec.train.log_every, folder, warn)
 
 
 def _identity(job: TrainingJob) -> dict[str, str]:

@@ -33,7 +33,7 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
     hosts = len(set(world.hosts))
     reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
     packages = setup.packages()
-    began = setup.process_began()
+    began = setup.start_time()
     facts = {"packages": packages, "git": setup.git_state(), "mpi": mpi}
     directory.event("start", began=began, ranks=ranks, job=env.batch_job(), **facts)
     if job.user_model:
@@ -44,7 +44,7 @@ def report_start(job: TrainingJob, reporter: Reporter | None) -> None:
             what = f"{memory} was not checked: what the stages need is not known"
         reporter.event("WARN", what=what)
     precision = job.spec.train.precision
-    if world.device.kind == "cpu" and not processors.multiplies(precision):
+    if world.device.kind == "cpu" and not processors.has_products(precision):
         what = f"this processor cannot multiply {precision} natively: fp32 is much faster here"
         reporter.event("hint", key="train.precision", what=what)
     for what in (*left_out(job.spec, job.grid), *site_profile.unusable()):
@@ -122,7 +122,7 @@ def as_noted(directory: RunDirectory, tokens: int = 0) -> dict[str, Any]:
     return {
         "fullest": fullest(directory.fullest),
         "goodput": booked.as_data() if booked else None,
-        "energy": energy.read(directory.path).as_data(tokens),
+        "energy": energy.read(directory.path, tokens).as_data(),
     }
 
 

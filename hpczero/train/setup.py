@@ -218,7 +218,7 @@ def packages() -> dict[str, str | None]:
     return {"python": sys.version.split()[0], "hpczero": env.VERSION} | versions
 
 
-def process_began() -> str:
+def start_time() -> str:
     """Return when this process was started, long before it has loaded its libraries."""
     began = datetime.fromtimestamp(machine.process_began(), UTC)
     return began.isoformat(timespec="milliseconds")

@@ -31,6 +31,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches, Tally, Validation, mixed
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
+from hpczero.train.energy_meter import EnergyMeter
 from hpczero.train.memory_account import MemoryAccount
 from hpczero.train.process import Deadline, StopRequests, first_reason, seconds_of_save
 from hpczero.train.rank_clock import RankClock
@@ -85,7 +86,7 @@ class Trainer:
         reporter: Reporter | None,
         checkpoints: Checkpoints | None = None,
         account: MemoryAccount | None = None,
-        clock: RankClock | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
@@ -100,10 +101,11 @@ class Trainer:
         self._all_written = True  # all ranks have written their data of the save in flight
         self._stalled = 0.0  # seconds that the save in flight has held up so far
         self.folder = reporter.directory.path if reporter else None
-        every = spec.train.log_every
-        self.clock = clock or RankClock(world, every, self.folder, self._warn)
-        self.clock.works(runner.stage, sum(map(len, batches.parts())))
-        self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
+        does = runner.stage, sum(map(len, batches.parts()))
+        self.clock = RankClock(world, spec.train.log_every, self.folder, self._warn, *does)
+        self.energy = energy
+        estimate = seconds_of_save(world, saved_elements(self.engine)) if checkpoints else 0.0
+        self.deadline = Deadline(env.deadline(), estimate) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
         """Run steps first .. train.steps - 1 (numbered from 1 in reports); there may be none."""
@@ -119,8 +121,11 @@ class Trainer:
                         break
             finally:
                 prefetcher.close()
-        self.clock.flush(at_end=True)
+        self.clock.flush()
         self.clock.close()
+        if self.energy:
+            self.energy.note()
+            self.energy.close()
         self.engine.wait_for_weights()
         return outcome
 
@@ -133,12 +138,6 @@ class Trainer:
         length = self.spec.at_step(step).seq_len
         if self.reporter and step and length != self.spec.at_step(step - 1).seq_len:
             self.reporter.event("sequences", step=step + 1, seq_len=length)
-
-    def _save_estimate(self) -> float:
-        """Return the seconds of a save."""
-        if self.checkpoints is None:
-            return 0.0
-        return seconds_of_save(self.world, saved_elements(self.engine))
 
     def _step(
         self,
@@ -176,8 +175,7 @@ class Trainer:
             **self._speed(seconds, waited, in_comm),
             **self._what_varies(result, targets),
         }
-        self._end_step(step + 1)
-        self.clock.step(step + 1, seconds, in_comm, waited)
+        self._end_step(step + 1, seconds, in_comm, waited)
         validation = None
         if self._evaluates_after(step) and not asked:
             began = time.perf_counter()
@@ -190,13 +188,16 @@ class Trainer:
             self._report(self.reporter, metrics, result, validation, first)
         return self._outcome(before, step + 1, loss, validation, asked, result)
 
-    def _end_step(self, step: int) -> None:
-        """Account for the step's memory; replicas that train apart come together at the end."""
+    def _end_step(self, step: int, seconds: float, in_comm: float, waited: float) -> None:
+        """Account for memory, time and energy; replicas that train apart join at the end."""
         memory = self.account.end_step(step) if self.account else None
         if self.reporter and memory:
             self.reporter.directory.memory(memory)
         if step == self.spec.train.steps:
             self.engine.come_together()
+        self.clock.step(step, seconds, in_comm, waited)
+        if self.energy:
+            self.energy.step(step)
 
     def _speed(self, seconds: float, waited: float, in_comm: float) -> dict[str, float]:
         """Return the metrics of a step that took so long, and waited for data and for others."""

@@ -85,7 +85,7 @@ def write_rank_times(run: Path, steps: int, ranks: int = RANKS, every: int = 4) 
         for rank in range(ranks):
             computed = COMPUTE + 0.1 * (rank == SLOW)
             waited = STEP - computed - DATA
-            times = [STEP, STEP, computed, waited, DATA, 0.0, computed]
+            times = [STEP, computed, waited, DATA, 0.0, computed]
             times += [0.0] * (len(rank_times.FIELDS) - len(times))
             rows.append([seconds * count for seconds in times])
         content.append(rank_times.row(first, last, rows))

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -327,5 +328,15 @@ def test_maps_are_read_by_device_and_inode() -> None:
 )
 def test_products_that_a_processor_has(tmp_path: Path, line: str, bf16: bool, fp16: bool) -> None:
     root = lay_out(tmp_path, {"proc/cpuinfo": f"processor\t: 0\n{line}\n"})
-    found = [processors.multiplies(precision, root) for precision in ("bf16", "fp16", "fp32")]
+    found = [processors.has_products(precision, root) for precision in ("bf16", "fp16", "fp32")]
     assert found == [bf16, fp16, True]
+
+
+def test_seconds_in_which_threads_waited_for_a_core(tmp_path: Path) -> None:
+    assert processors.waited_for_core(tmp_path) == processors.helpers_waited_for_core(tmp_path) == 0
+    own = str(threading.get_native_id())
+    waits = {own: "5 9000000000 7\n", "1": "5 2500000000 7\n", "2": "8 500000000 9\n", "ended": ""}
+    files = {f"proc/self/task/{name}/schedstat": text for name, text in waits.items()}
+    root = lay_out(tmp_path, files | {"proc/thread-self/schedstat": waits[own]})
+    assert processors.waited_for_core(root) == 9
+    assert processors.helpers_waited_for_core(root) == 3

@@ -23,7 +23,6 @@ def test_each_ranks_seconds_are_written_every_few_steps_and_at_the_end(
     assert (job.ranks, job.first.tolist(), job.last.tolist()) == (world.size, [1, 3, 5], [2, 4, 5])
     parts = sum(job.of_field[name] for name in ("compute", "wait", "data"))
     assert parts == pytest.approx(job.of_field["step"], rel=1e-3, abs=1e-4)
-    assert (job.of_field["longest"] <= job.of_field["step"] + 1e-5).all()
     assert (job.of_field["processor"] > 0).all()
     of_rank = job.of_field["step"][:, world.rank].sum()
     assert of_rank == pytest.approx(

@@ -47,8 +47,8 @@ def test_joules_are_those_of_the_counters_also_of_a_job_that_was_killed(tmp_path
         truth = powercap.joules("intel-rapl:0", "intel-rapl:1")
         assert energy.read(run).joules == pytest.approx(truth, rel=0.01)
     summary = json.loads((run / "summary.json").read_text())
-    found = energy.read(run)
-    assert summary["energy"] == found.as_data(summary["tokens"])
+    found = energy.read(run, summary["tokens"])
+    assert summary["energy"] == found.as_data()
     assert (found.missing, found.gpus) == ("", 0)
     shown = launch(hpczero("status", str(run)), 60)
-    assert f"energy      {found.words(summary['tokens'])}" in shown.out, shown
+    assert f"energy      {found.words}" in shown.out, shown

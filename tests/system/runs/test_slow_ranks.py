@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpczero.runs import rank_times
 from hpczero.runs.record import read_run
 from hpczero.runs.stragglers import CAUSES, Straggler, stragglers
 from tests.support import slow_disk
@@ -80,7 +81,7 @@ def is_named(run: Path, cause: str) -> None:
         time.sleep(1)
         shutil.rmtree(seen, ignore_errors=True)
         shutil.copytree(run, seen, ignore=shutil.ignore_patterns("checkpoints", "watch"))
-        found = stragglers(read_run(seen))
+        found = stragglers(read_run(seen), rank_times.read(seen))
     assert slow_as_data(seen) == [(SLOW, cause)]
     for verb, named in named_by(seen).items():
         assert named == [(SLOW, CAUSES[cause])], verb

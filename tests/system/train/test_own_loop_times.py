@@ -65,6 +65,6 @@ def test_every_second_of_a_loop_that_was_killed_is_booked(tmp_path: Path) -> Non
     assert waits[0] > waits[1], "rank 1 sleeps longer, and rank 0 waits for it"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["goodput"]["lost"] == pytest.approx(booked.of_kind["lost"])
-    assert summary["energy"] == energy.read(run).as_data(0)
-    (slow,) = stragglers(read_run(run))
+    assert summary["energy"] == energy.read(run).as_data()
+    (slow,) = stragglers(read_run(run), rank_times.read(run))
     assert (slow.rank, slow.cause) == (1, "stopped")

@@ -12,7 +12,7 @@ from tests.support import run_folders
 
 def test_time_and_energy_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folders.made(tmp_path)
-    line = {"began": run_folders.moment(0), "time": run_folders.moment(9), "counters": 1}
+    line = {"began": run_folders.moment(0), "time": run_folders.moment(9), "nodes_read": 1}
     (run / "energy.jsonl").write_text(
         json.dumps(line | {"processors": 90.0, "seconds": 9.0}) + "\n"
     )

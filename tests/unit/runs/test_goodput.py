@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpczero.runs import rank_times
-from hpczero.runs.allocations import allocations
 from hpczero.runs.columns import seconds_of
 from hpczero.runs.goodput import KINDS, Goodput, goodput
+from hpczero.runs.job_scripts import job_scripts
 from hpczero.runs.record import Run, read_run
 from tests.support.run_files import moment, ranks_on, write_rank_times, write_run
 
@@ -94,7 +94,7 @@ def with_books(run: Run, submitted: float, *links: tuple[float, str, str, str]) 
 
 
 def booked(run: Run) -> Goodput:
-    return goodput(run, (), allocations(run.path))
+    return goodput(run, (), job_scripts(run.path))
 
 
 def test_what_nobody_submitted_has_no_queue(tmp_path: Path) -> None:

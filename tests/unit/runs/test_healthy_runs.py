@@ -11,7 +11,6 @@ from hpczero.runs.stragglers import stragglers
 from tests.support.run_files import ranks_on, write_run
 
 HEALTHY = sorted(Path(__file__).with_name("healthy").glob("*.bin"))
-SEVERAL = [path for path in HEALTHY if path.stem != "alone"]
 NAMED = 0.4  # of a step: of most runs and ranks half of that is enough
 _LEAST_ROWS = 25
 
@@ -49,7 +48,7 @@ def slowed(times: RankTimes, rank: int, part: str, share: float) -> RankTimes:
 
 
 @pytest.mark.parametrize("part", ["stopped", "data"])
-@pytest.mark.parametrize("recorded", SEVERAL, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recorded", HEALTHY, ids=lambda path: path.stem)
 def test_any_rank_for_which_others_wait_long_is_named_all_the_same(
     recorded: Path, tmp_path: Path, part: str
 ) -> None:

@@ -121,6 +121,15 @@ def test_of_huge_files_the_newest_rows_are_read(
     assert older.last.tolist() == list(range(11, 16))
 
 
+@pytest.mark.parametrize("newest", [0, 7, 15, 20, 99])
+def test_of_all_rows_only_the_newest_are_read(tmp_path: Path, newest: int) -> None:
+    for job in range(2):
+        steps = range(1 + 15 * job, 16 + 15 * job)
+        write_rank_times(tmp_path, 2, *((step, step, of_ranks(2, 1)) for step in steps))
+    found = [step for job in read(tmp_path, newest) for step in job.first.tolist()]
+    assert found == list(range(max(1, 31 - newest), 31))
+
+
 def test_a_file_of_a_terabyte_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_times, "_MOST_BYTES", 1 << 20)
     path = write_rank_times(tmp_path, 100, (1, 1, of_ranks(100, 1)))

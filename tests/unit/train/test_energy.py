@@ -133,7 +133,7 @@ def test_nvml_that_does_not_work() -> None:
 
 
 def line(began: str, **figures: Any) -> dict[str, Any]:
-    facts = {"counters": 3, "nodes_read": 2, "nodes": 2, "gpus_read": 1, "gpus_used": 1, "why": ""}
+    facts = {"nodes_read": 2, "nodes": 2, "gpus_read": 1, "gpus_used": 1, "why": ""}
     return {"began": began, "seconds": 10.0, **facts, **figures}
 
 
@@ -145,27 +145,28 @@ def write(run: Path, *lines: dict[str, Any]) -> Path:
 
 def test_the_last_line_of_each_job_counts(tmp_path: Path) -> None:
     lines = [line("a", processors=5.0, gpus=1.0), line("a", processors=300.0, gpus=20.0)]
-    found = energy.read(write(tmp_path / "r", *lines, line("b", processors=80.0, gpus=0.0)))
+    lines.append(line("b", processors=80.0, gpus=0.0))
+    found = energy.read(write(tmp_path / "r", *lines), 2000)
     assert (found.joules, found.processors, found.gpus) == (400, 380, 20)
     assert (found.seconds, found.missing) == (20, "")
-    assert found.words(2000) == "400 J (0.000111 kWh), 200 J per 1,000 tokens"
-    assert found.as_data(2000)["joules_per_1000_tokens"] == 200
+    assert found.words == "400 J (0.000111 kWh), 200 J per 1,000 tokens"
+    assert found.as_data()["joules_per_1000_tokens"] == 200
 
 
 def test_what_lacks_is_named(tmp_path: Path) -> None:
     partly = line("a", processors=9.0, gpus=0.0, nodes_read=1, gpus_read=0, why="no\x1b NVML")
     found = energy.read(write(tmp_path / "r", partly))
-    assert found.words(0) == (
-        "9 J (2.5e-06 kWh); not measured: 1 processors of nodes and 1 GPUs (no\\x1b NVML)"
+    assert found.words == (
+        "9 J (2.5e-06 kWh); not measured: the processors of 1 node and 1 GPU (no\\x1b NVML)"
     )
-    nothing = line("a", counters=0, nodes_read=0, gpus_used=0, gpus_read=0, why="no powercap")
+    nothing = line("a", nodes_read=0, gpus_used=0, gpus_read=0, why="no powercap")
     found = energy.read(write(tmp_path / "s", nothing))
-    assert found.words(9) == "not measured: 2 processors of nodes (no powercap)"
+    assert found.words == "not measured: the processors of 2 nodes (no powercap)"
     assert energy.read(tmp_path / "none").joules is None
 
 
 @pytest.mark.parametrize("value", [-1, 1e999, "x", None, [1], 10**400])
 def test_figures_that_cannot_be_are_none(tmp_path: Path, value: Any) -> None:
     lines = line("a", processors=value, gpus=value), line("b", processors=5, gpus=value)
-    found = energy.read(write(tmp_path / "r", *lines, {"began": [value], "counters": value}))
+    found = energy.read(write(tmp_path / "r", *lines, {"began": [value], "nodes_read": value}))
     assert found.joules == 5

@@ -20,7 +20,7 @@ _RECORD = "submission.json"
 
 
 @dataclass(frozen=True)
-class Allocation:
+class JobScript:
     """One start of a job's script; a job that was requeued has several."""
 
     job: str  # its number
@@ -29,7 +29,7 @@ class Allocation:
     ended: float = inf  # inf: that is unknown
 
 
-def allocations(run: Path) -> list[Allocation]:
+def job_scripts(run: Path) -> list[JobScript]:
     """Return those of a run's directory, in the order of their begins."""
     try:
         records = sorted((run / "batch").glob(f"*/{_RECORD}"))[-_MOST:]
@@ -39,14 +39,14 @@ def allocations(run: Path) -> list[Allocation]:
     return sorted(found, key=lambda one: one.began)
 
 
-def _of_submission(record: Path) -> Iterator[Allocation]:
+def _of_submission(record: Path) -> Iterator[JobScript]:
     try:
         values = json.loads(safe_files.read_small(record, _LONGEST))
         links = safe_files.read_small(record.with_name("links"), _LONGEST)
     except (OSError, InputError, ValueError, RecursionError):
         return
     submitted = seconds_of(values.get("submitted")) if isinstance(values, dict) else nan
-    open_ones: dict[str, Allocation] = {}
+    open_ones: dict[str, JobScript] = {}
     for line in links.decode("utf-8", "replace").splitlines()[:_MOST]:
         moment, job, event, _ = [*line.split(" ", 3), "", "", ""][:4]
         seconds = seconds_of(moment)
@@ -56,28 +56,28 @@ def _of_submission(record: Path) -> Iterator[Allocation]:
         if event == "began":
             if before:
                 yield before
-            open_ones[job] = Allocation(job, submitted, seconds)
+            open_ones[job] = JobScript(job, submitted, seconds)
         elif before:
-            yield Allocation(job, submitted, before.began, max(before.began, seconds))
+            yield JobScript(job, submitted, before.began, max(before.began, seconds))
     yield from open_ones.values()
 
 
-def seconds_in_queue(run: Run, had: Sequence[Allocation]) -> float | None:
+def seconds_in_queue(run: Run, scripts: Sequence[JobScript]) -> float | None:
     """Return how long the run waited for its jobs to begin; None if nobody submitted it.
 
     A job waits from its submission, or from the end of what the run did before it: so neither a
     chain's wait for its own jobs counts, nor any second twice.
     """
     ends = [(job.began, job.ended) for job in run.jobs]
-    ends += [(one.began, one.ended) for one in had if isfinite(one.ended)]
-    known = [one for one in had if isfinite(one.submitted)]
+    ends += [(one.began, one.ended) for one in scripts if isfinite(one.ended)]
+    known = [one for one in scripts if isfinite(one.submitted)]
     if not known:
         return None
     total = 0.0
-    for at, one in enumerate(had):
+    for at, one in enumerate(scripts):
         if isfinite(one.submitted):
             before = [end for began, end in ends if began < one.began]
-            before += [other.began for other in had[:at]]
+            before += [other.began for other in scripts[:at]]
             ready = max([one.submitted, *(min(end, one.began) for end in before)])
             total += max(0.0, one.began - ready)
     return total
