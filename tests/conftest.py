@@ -2,6 +2,7 @@
 the processor time of each.
 """
 
+import contextlib
 import gc
 import os
 from collections import defaultdict
@@ -13,6 +14,13 @@ from hpczero import env
 
 gc.disable()  # until all tests are imported, which takes a fifth longer with it
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+with contextlib.suppress(ImportError):  # a machine with a GPU may lack it
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # speed is nothing that a test asserts
+    settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
