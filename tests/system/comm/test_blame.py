@@ -93,7 +93,7 @@ def test_a_rank_that_skips_a_collective_is_named_after_the_job_was_killed(tmp_pa
 
 
 def test_a_rank_that_is_stuck_is_named_though_the_job_is_killed_soon(tmp_path: Path) -> None:
-    """As by a scheduler: SIGTERM when the hang has just begun, and SIGKILL some seconds later."""
+    """A scheduler sends SIGTERM when the hang has just begun, and SIGKILL some seconds later."""
     (tmp_path / "spec.toml").write_text(HANGING)
     run = tmp_path / "runs" / "hanging"
     with started([*mpirun(3), *hpczero("run", "spec.toml")], tmp_path) as job:
