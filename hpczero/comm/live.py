@@ -150,6 +150,7 @@ class Onlooker:
             # in place and always as long: whoever reads it meanwhile sees a change, too
             with os.fdopen(safe_files.open_for_writing(path), "wb", buffering=0) as file:
                 file.write(secrets.token_hex(16).encode() + b"\n")
+                file.truncate()  # what somebody else has added would make it too long to be read
         except FileNotFoundError:
             return f"{path} is not there: the job is starting, or has no watchdog"
         except OSError as error:

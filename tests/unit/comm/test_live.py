@@ -73,6 +73,13 @@ def test_a_question_of_an_earlier_job_is_none(folder: Path) -> None:
     assert Node(2, folder).run(60) == []
 
 
+def test_what_somebody_else_has_added_to_the_question_goes(folder: Path) -> None:
+    node = Node(2, folder)
+    node.run(6)
+    asked_in(folder).write_text("x" * 5000)
+    assert node.run(12, Onlooker(folder))
+
+
 def test_it_is_written_while_somebody_asks_and_a_while_longer(folder: Path) -> None:
     node = Node(3, folder)
     node.run(6)
