@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpczero import machine
+from hpczero import machine, processors
 from hpczero.comm import progress
 from hpczero.comm.world import World
 from hpczero.train.setup import share_cores
@@ -33,7 +33,7 @@ def test_a_rank_that_waits_sleeps_where_ranks_are_more_than_cores(
     crowded: bool,
 ) -> None:
     """In its messages, whether it waits for one of them or for several."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: cores[world.rank])
+    monkeypatch.setattr(processors, "usable_cores", lambda: cores[world.rank])
     monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
     inner = world.part(range(world.size))
     share_cores(inner)
@@ -69,7 +69,7 @@ def test_tensor_ranks_run_equally_many_threads(
 ) -> None:
     """Else what they compute in common would differ in its last bits."""
     cores = set(range(100 * world.rank, 100 * world.rank + 1 + 2 * world.rank))
-    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+    monkeypatch.setattr(processors, "usable_cores", lambda: cores)
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)
     assert share_cores(world) == 1 + 2 * world.rank
     pair = [world.rank - world.rank % 2, world.rank + 1 - world.rank % 2]
