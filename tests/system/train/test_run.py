@@ -53,7 +53,8 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert "validation_loss" in metrics[-1]
     events = lines_of(directory / "events.jsonl")
     begin, end = ["start", "layout", "predicted", "first"], ["eval", "save", "stop"]
-    assert [event["event"] for event in events] == [*begin, *end]
+    told = [event["event"] for event in events if event["event"] != "hint"]  # of some processors
+    assert told == [*begin, *end]
     assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["final_loss"]) == (
