@@ -76,7 +76,7 @@ def test_twelve_runs_are_an_array_and_one_that_fails_is_submitted_alone(
 
 def is_compared(user: User) -> None:
     """`compare` finds the run with the lowest loss, and its margin over the next."""
-    runs = sorted((user.folder / "runs" / "lr").iterdir())
+    runs = sorted((user.folder / "runs" / "lr").glob("lr-*"))
     losses = sorted(
         (json.loads((run / "summary.json").read_text())["validation_loss"], run.name)
         for run in runs
