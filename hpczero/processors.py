@@ -49,21 +49,25 @@ def has_products(precision: str, root: Path = ROOT) -> bool:
 
 def waited_for_core(root: Path = ROOT) -> float:
     """Return the seconds that this thread could have run and had no core; 0 if unknown (Linux)."""
-    return _waited(root / "proc/thread-self")
+    return _waited(f"{root}/proc/thread-self")
 
 
 def helpers_waited_for_core(root: Path = ROOT) -> float:
     """Return the seconds of all other threads of this process that are alive."""
     own = str(threading.get_native_id())
     with contextlib.suppress(OSError):
-        threads = (root / "proc/self/task").iterdir()
-        return sum(_waited(thread) for thread in threads if thread.name != own)
+        folder = f"{root}/proc/self/task"
+        return sum(_waited(f"{folder}/{thread}") for thread in os.listdir(folder) if thread != own)
     return 0.0
 
 
-def _waited(thread: Path) -> float:
-    counts = text_of(thread / "schedstat").split()
-    return int(counts[1]) / 1e9 if len(counts) == 3 else 0.0
+def _waited(thread: str) -> float:
+    """Return the seconds; read without a buffer and a Path, as it is for every step."""
+    try:
+        with open(f"{thread}/schedstat", "rb", buffering=0) as file:
+            return int(file.read(100).split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def threads_per_rank(affinities: Sequence[Set[int]], quota: float | None = None) -> list[int]:
