@@ -137,7 +137,7 @@ def test_who_may_not_ask_sees_what_is_recorded(
     (living / "watch" / "asked").symlink_to("/dev/null")
     said = told(living, capsys)
     assert "ranks: what they do now cannot be asked for:" in said
-    assert "asked: it is a link" in "".join(said.split("\n"))
+    assert "asked:itisalink" in "".join(said.split())  # wherever lines are broken
     states = {0: state(waited=30.0), 1: replace(LATE, idle=40.0)}
     path = node_file.path_of(living / "watch", 0)
     node_file.write(path, NodeFile(BEGAN + 40, "quiet", states, {}), 0)
