@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Optimizers compared by what they learn: a small GPT on the standard library's text.
+"""Optimizers compared by what they learn: a small Llama on the standard library's text.
 
     python scripts/bench_optimizers.py lamb     LAMB at 8 times the batch, after as many tokens
     python scripts/bench_optimizers.py muon     steps in which Muon reaches AdamW's final loss
+    python scripts/bench_optimizers.py lamb --batch 1 --steps 6400 --svg docs/lamb.svg
 
 Every contender has the same search: each rate of a geometric row on the first seed, wider where
 the best one is at an end of it; then all seeds at the best. Losses are those of the validation
 split, over the same windows. Runs are processes of one core, `--at-once` of them at a time: nothing
-here is timed.
+here is timed. `--family gpt` has biases, which LAMB steps by its whole rate.
 """
 
 import argparse
@@ -26,10 +27,17 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "numba_cuda")]
 
+import numpy as np  # noqa: E402
+
 from hpczero import safe_files  # noqa: E402
+from hpczero.report import as_svg  # noqa: E402
+from hpczero.report.charts import Axes, Series, lines  # noqa: E402
+from hpczero.report.marks import colour_of, dashes_of  # noqa: E402
+from hpczero.runs.curves import Curve  # noqa: E402
 
 _SPEC = """
 [model]
+family = "{family}"
 layers = 4
 hidden = 128
 heads = 4
@@ -63,7 +71,7 @@ def contenders(what: str, small: int, steps: int) -> list[Contender]:
         return [
             Contender("AdamW, small batch", "adamw", small, steps, (1e-3, 2e-3, 4e-3)),
             Contender("AdamW, 8 times the batch", "adamw", large, fewer, (2e-3, 4e-3, 8e-3)),
-            Contender("LAMB, 8 times the batch", "lamb", large, fewer, (2e-2, 4e-2, 8e-2)),
+            Contender("LAMB, 8 times the batch", "lamb", large, fewer, (1e-2, 2e-2, 4e-2)),
         ]
     return [
         Contender("AdamW", "adamw", small, steps, (1e-3, 2e-3, 4e-3)),
@@ -74,22 +82,24 @@ def contenders(what: str, small: int, steps: int) -> list[Contender]:
 class Trials:
     """Runs in a folder, some at once; what has run is not run again. `finely`: in many points."""
 
-    def __init__(self, folder: Path, at_once: int, finely: bool) -> None:
+    def __init__(self, folder: Path, family: str, at_once: int, finely: bool) -> None:
         self._folder = folder
+        self._family = family
         self._finely = finely
         self._pool = ThreadPoolExecutor(at_once)
         # a run takes all cores that it may: beside others its threads would wait for theirs
         self._cores = SimpleQueue[int]()
         for _, core in zip(range(at_once), cycle(sorted(os.sched_getaffinity(0))), strict=False):
             self._cores.put(core)
-        (folder / "spec.toml").exists() or safe_files.write_text(folder / "spec.toml", _SPEC)
+        spec = _SPEC.format(family=family)
+        safe_files.write_text(folder / "spec.toml", spec)
 
     def curves(self, wanted: Sequence[tuple[Contender, float, int]]) -> list[dict[int, float]]:
         """Return step -> validation loss of contenders at rates, with seeds."""
         return list(self._pool.map(lambda one: self._curve(*one), wanted))
 
     def _curve(self, contender: Contender, rate: float, seed: int) -> dict[int, float]:
-        name = f"{contender.optimizer}-{contender.batch}-{rate:g}-{seed}"
+        name = f"{self._family}-{contender.optimizer}-{contender.batch}-{rate:g}-{seed}"
         settings = {
             "name": json.dumps(name),
             "seed": seed,
@@ -152,21 +162,39 @@ def reached(curve: Mapping[int, float], loss: float) -> int | None:
     return next((step for step, one in sorted(curve.items()) if one <= loss), None)
 
 
+def picture(of_all: Mapping[Contender, list[dict[int, float]]]) -> str:
+    """Return the losses of each contender over the sequences that it has seen, as SVG."""
+    every = []
+    for number, (contender, of_seeds) in enumerate(of_all.items()):
+        steps = sorted(of_seeds[0])
+        losses = np.array([[curve[step] for step in steps] for curve in of_seeds])
+        seen = np.array(steps, np.float64) * contender.batch
+        course = Curve(seen, losses.min(axis=0), losses.mean(axis=0), losses.max(axis=0))
+        every.append(Series(contender.name, course, colour_of(number), dashes_of(number)))
+    axes = Axes("Validation loss", "sequences", "nats per byte", width=720)
+    drawing = lines(axes, every)
+    assert drawing
+    return as_svg.whole_file(drawing)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["lamb", "muon"])
+    parser.add_argument("--family", choices=["llama", "gpt"], default="llama")
     parser.add_argument("--batch", type=int, default=8, help="the small one, in sequences")
     parser.add_argument("--steps", type=int, default=800, help="with the small batch")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, help="keeps the runs (default: a temporary one)")
+    parser.add_argument("--svg", type=Path, help="draw the curves: means and ranges of the seeds")
     options = parser.parse_args()
     folder = options.folder or safe_files.temporary_folder(Path("/tmp"), "hpczero-bench-")
     safe_files.make_folders(folder)
     try:
-        bench(options, Trials(folder, options.at_once, finely=options.what == "muon"))
+        finely = options.what == "muon"
+        bench(options, Trials(folder, options.family, options.at_once, finely))
     finally:
         if not options.folder:
             safe_files.remove_tree(folder)
@@ -174,13 +202,13 @@ def main() -> None:
 
 def bench(options: argparse.Namespace, trials: Trials) -> None:
     seeds = range(1, options.seeds + 1)
-    curves: dict[str, list[dict[int, float]]] = {}
+    of_all: dict[Contender, list[dict[int, float]]] = {}
     for contender in contenders(options.what, options.batch, options.steps):
         rate, tried = best_rate(trials, contender, seeds[0])
         row = ", ".join(f"{one:g}: {loss:.4f}" for one, loss in tried.items())
         print(f"{contender.name}: final loss by rate: {row}", flush=True)
         found = trials.curves([(contender, rate, seed) for seed in seeds])
-        curves[contender.name] = found
+        of_all[contender] = found
         finals = [final(curve) for curve in found]
         print(
             f"{contender.name}: rate {rate:g}, {contender.steps} steps of {contender.batch}: "
@@ -190,11 +218,14 @@ def bench(options: argparse.Namespace, trials: Trials) -> None:
         steps = sorted(found[0])
         points = [steps[len(steps) * part // 8] for part in range(1, 8)] + [steps[-1]]
         print("    " + ", ".join(f"{s}: {mean(c[s] for c in found):.3f}" for s in points))
-    first = mean(final(curve) for curve in next(iter(curves.values())))
-    for name, found in list(curves.items())[1:]:
-        print(f"{name}: {mean(map(final, found)) / first:.4f} of {next(iter(curves))}")
+    if options.svg:
+        safe_files.write_text(options.svg, picture(of_all))
+    (first, of_first), *others = of_all.items()
+    for contender, found in others:
+        share = mean(map(final, found)) / mean(map(final, of_first))
+        print(f"{contender.name}: {share:.4f} of {first.name}")
     if options.what == "muon":
-        adamw, muon = curves.values()
+        adamw, muon = of_all.values()
         for seed, one, other in zip(seeds, adamw, muon, strict=True):
             at = reached(other, final(one))
             print(f"seed {seed}: Muon has AdamW's final loss after {at} of {options.steps} steps")

@@ -39,8 +39,8 @@ class PlainSource(TokenSource):
         assert 0 <= window < self.windows(split), (split, window)
         start = window * self._seq_len
         out[:] = self._tokens.splits[split].read(start, start + self._seq_len + 1)
-        if out.max() >= self.vocabulary or out.min() < 0:
-            wrong = out.max() if out.max() >= self.vocabulary else out.min()
+        if out.view(np.uint64).max() >= self.vocabulary:  # one below 0, too
+            wrong = next(token for token in out if not 0 <= token < self.vocabulary)
             raise InputError(
                 f"{self._tokens.path}: window {window} of {split} holds token {wrong}, and "
                 f"model.vocab is {self.vocabulary}"

@@ -45,7 +45,9 @@ class RunReader:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start .. stop - 1."""
-        at = int(np.searchsorted(self._starts, start, side="right")) - 1
+        at = bisect_right(self._starts, start) - 1
+        if start < stop <= self._starts[at + 1]:  # as nearly always
+            return self._of_run(self._runs[at], start - self._starts[at], stop - self._starts[at])
         parts = [np.empty(0, self._dtype)]
         while start < stop:
             first, behind = self._starts[at], self._starts[at + 1]
@@ -54,7 +56,7 @@ class RunReader:
                 parts.append(self._of_run(self._runs[at], start - first, end - first))
                 start = end
             at += 1
-        return parts[1] if len(parts) == 2 else np.concatenate(parts)
+        return np.concatenate(parts)
 
     def _of_run(self, run: Run, start: int, stop: int) -> np.ndarray:
         width = self._dtype.itemsize

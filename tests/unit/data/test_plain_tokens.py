@@ -234,3 +234,15 @@ def test_what_a_model_cannot_be_trained_on_is_refused(
         open_source(spec, alone)
     with pytest.raises(InputError, match=says):
         count_tokens(spec)
+
+
+@pytest.mark.parametrize("token", [-5, 300])
+def test_a_token_that_opening_did_not_see_ends_the_run(tmp_path: Path, token: int) -> None:
+    """The file changes after it was opened, as one might that is copied meanwhile."""
+    path = write_megatron(tmp_path / "text", TEXTS, "<i4")
+    source = open_source(spec_of(path), alone)
+    changed(path, 4 * (3 * SEQ + 2), struct.pack("<i", token))
+    out = np.empty(SEQ + 1, np.int64)
+    source.fill("train", 2, out)
+    with pytest.raises(InputError, match=f"window 3 of train holds token {token}, and model.vocab"):
+        source.fill("train", 3, out)
