@@ -37,7 +37,7 @@ from hpczero.train.batches import Batches  # noqa: E402
 from tests.support.plain_tokens import write_megatron  # noqa: E402
 
 MODEL = {"layers": 2, "hidden": 128, "heads": 4, "seq_len": 256}
-TRAIN = {"global_batch": 8, "micro_batch": 8, "precision": "fp32", "eval_batches": 0}
+TRAIN = {"global_batch": 8, "precision": "fp32", "eval_batches": 0}
 
 
 def spec_of(path: Path) -> Spec:
