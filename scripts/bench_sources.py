@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -52,7 +52,7 @@ def library_as_pair(ours: Path, folder: Path) -> Path:
     return write_megatron(folder / "library", documents)
 
 
-def read(source: TokenSource, windows: np.ndarray, out: np.ndarray) -> None:
+def read(source: TokenSource, windows: Sequence[int], out: np.ndarray) -> None:
     for window in windows:
         source.fill("train", window, out)
 
@@ -90,7 +90,7 @@ def main() -> None:
         specs = {name: spec_of(path) for name, path in paths.items()}
         sources = {name: open_source(spec, lambda value: value) for name, spec in specs.items()}
         fewest = min(source.windows("train") for source in sources.values())
-        windows = np.random.default_rng(1).integers(0, fewest, options.windows)
+        windows = np.random.default_rng(1).integers(0, fewest, options.windows).tolist()
         out = np.empty(MODEL["seq_len"] + 1, np.int64)
         job = Job(world, {"model": MODEL, "train": TRAIN})
         reads, trains = dict[str, Callable[[], object]](), dict[str, Callable[[], object]]()
