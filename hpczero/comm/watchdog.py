@@ -31,7 +31,7 @@ from pathlib import Path
 from hpczero.comm import live, node_file, rank_process, stacks, verdict
 from hpczero.comm.live import Live
 from hpczero.comm.node_file import STOP, NodeFile
-from hpczero.comm.stacks import StacksFile
+from hpczero.comm.stacks import Asked, Stacks
 from hpczero.comm.status import RankState, Status, Wait, in_words, read
 from hpczero.comm.verdict import ENDED, STOPPED, Question
 from hpczero.errors import InputError
@@ -75,10 +75,9 @@ class Watch:
         self._published: set[int] = set()  # ranks that rested at the last look
         self._suspected: Wait | None = None
         self._done = threading.Event()
-        self._stacks = StacksFile(stacks.DUMP)
-        status.identify(self._stacks.fileno())
-        self._asked = StacksFile(stacks.ASK) if stacks.is_free(stacks.ASK) else None
-        self._answered = 0  # bytes in that file at the last look
+        self._stacks = Stacks()
+        status.identify(*self._stacks.descriptors())
+        self._asked = Asked() if stacks.is_free(stacks.ASK) else None
         self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
         self._rested: dict[int, float] = {}  # at the last look
         is_first = min(self._members) in slots
@@ -196,8 +195,7 @@ class Watch:
         """
         if self._folder is None:
             return
-        if self._asked and self._asked.size() > self._answered:
-            self._answered = self._asked.size()
+        if self._asked and self._asked.again():
             self.record(f"rank {self._rank} was asked (SIGUSR1)")
         states = self._states_on_node(whole=False)
         for rank, state in states.items():

@@ -105,7 +105,7 @@ class World(Nodes):
 
         Collective. In `folder`, if given, nodes tell each other what their ranks are doing once
         something is amiss (`comm/watchdog.py`), or a rank gets the signal SIGUSR1. A rank alone
-        prints its stacks then.
+        prints its main thread's stack then.
         """
         if self.size == 1:
             stacks.print_when_asked()

@@ -1,42 +1,66 @@
-"""Stacks of processes that are asked for them by a signal."""
+"""Stacks of processes that are asked for them."""
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from hpczero.comm import stacks
-from hpczero.comm.stacks import DUMP, StacksFile
+from hpczero.comm.stacks import Asked, Stacks
 from hpczero.comm.status import RankState, process_namespace
 
 OTHER = """
-import sys, time
-from hpczero.comm.stacks import DUMP, StacksFile
-file = StacksFile(DUMP)
-def stuck_there():
-    print(file.fileno(), flush=True)
+import contextlib, ctypes, sys, threading, time
+from hpczero.comm.stacks import Stacks
+
+def busy_there(depth):
+    with contextlib.suppress(ValueError):
+        return sum(one for one in [busy_there(depth - 1)]) if depth else 0
+
+def stay_busy():
+    while True:
+        busy_there(50)
+
+def stuck_there(case):
+    if case == "busy":
+        for _ in range(2):
+            threading.Thread(target=stay_busy, daemon=True).start()
+    print(*stacks.descriptors(), flush=True)
+    if case == "alone":
+        ctypes.PyDLL(None).sleep(600)  # no other thread of the interpreter runs meanwhile
     time.sleep(600)
-stuck_there()
+
+stacks = Stacks()
+stuck_there(sys.argv[1])
 """
 HERE = RankState(os.getpid(), process_namespace(), 0, 1, 0.0, None, "")
+ENOUGH = 5_000  # questions: had signals had the stacks written, some 1,000 ended a busy process
 
 
-@pytest.fixture
-def other() -> Iterator[RankState]:
+@contextmanager
+def another(case: str) -> Iterator[tuple[RankState, subprocess.Popen[bytes]]]:
     """Another process, that can be asked."""
-    with subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", OTHER, case], stdout=subprocess.PIPE) as process:
         assert process.stdout
-        yield replace(HERE, pid=process.pid, stacks=int(process.stdout.readline()))
-        process.kill()
+        file, asking = map(int, process.stdout.readline().split())
+        try:
+            yield replace(HERE, pid=process.pid, stacks=file, asking=asking), process
+        finally:
+            process.kill()
 
 
-def test_stacks_of_this_and_another_process_at_once(other: RankState) -> None:
-    file = StacksFile(DUMP)
+def test_stacks_of_this_and_another_process_at_once() -> None:
+    here = Stacks()
     done = threading.Event()
 
     def waits_here() -> None:
@@ -44,27 +68,52 @@ def test_stacks_of_this_and_another_process_at_once(other: RankState) -> None:
 
     waiting = threading.Thread(target=waits_here)
     waiting.start()
+    file, asking = here.descriptors()
     try:
-        for _ in range(2):  # later answers lie behind the first ones
-            ours, theirs = stacks.ask([replace(HERE, stacks=file.fileno()), other])
-            assert "stuck_there" in theirs
-            assert "stuck_there" not in ours
-            assert "waits_here" in ours
-            assert theirs.count("Current thread") == 1
+        with another("sleeps") as (other, _):
+            for _ in range(2):  # later answers lie behind the first ones
+                ours, theirs = stacks.ask([replace(HERE, stacks=file, asking=asking), other])
+                assert "stuck_there" in theirs
+                assert "stuck_there" not in ours
+                assert "waits_here" in ours
+                assert theirs.count("hread") == 1  # without the one that writes
     finally:
         done.set()
         waiting.join()
-        file.close()
+        here.close()
 
 
-def test_a_process_that_is_stopped_has_none(other: RankState) -> None:
-    os.kill(other.pid, signal.SIGSTOP)
-    assert stacks.ask([other]) == [""]
+def test_a_process_that_runs_survives_being_asked() -> None:
+    with another("busy") as (other, process):
+        pipe = os.open(f"/proc/{other.pid}/fd/{other.asking}", os.O_WRONLY)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)  # and no more questions are open at a time
+        try:
+            for _ in range(ENOUGH):
+                os.write(pipe, b"?")
+                time.sleep(0.0003)
+        finally:
+            os.close(pipe)
+        assert "busy_there" in stacks.ask([other])[0]
+        assert process.poll() is None
+
+
+def test_a_process_whose_interpreter_is_held_by_a_call_is_asked_by_a_signal() -> None:
+    with another("alone") as (other, _):
+        (text,) = stacks.ask([other])
+    assert "stuck_there" in text
+
+
+def test_a_process_that_is_stopped_has_none() -> None:
+    with another("sleeps") as (other, _):
+        os.kill(other.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+        assert stacks.ask([other]) == [""]
 
 
 def test_a_process_that_is_another_one_by_now_is_not_asked() -> None:
-    """The signal would end it."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+    """The signal would end it, and the pipe may be its input."""
+    program = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
         for state in (
             replace(HERE, pid=process.pid, stacks=0),
             replace(HERE, pid=process.pid, stacks=987),
@@ -72,15 +121,40 @@ def test_a_process_that_is_another_one_by_now_is_not_asked() -> None:
             replace(HERE, pid=2**22 + 1),
         ):
             assert stacks.ask([state]) == [""]
+        assert process.stdin
+        assert struct.unpack("i", fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4))) == (0,)
         assert process.poll() is None
         process.kill()
 
 
-def test_a_rank_alone_prints_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_left_open() -> None:
+    def left() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = left()
+    here, asked = Stacks(), Asked()
+    assert left() == (before[0] + 4, before[1] + 1)
+    here.close()
+    asked.close()
+    assert left() == before
+
+
+def test_a_user_asks_again_and_again() -> None:
+    asked = Asked()
+    try:
+        for _ in range(2):
+            assert not asked.again()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert asked.again()
+    finally:
+        asked.close()
+
+
+def test_a_rank_alone_prints_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
     assert stacks.is_free(stacks.ASK)
     stacks.print_when_asked()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert "test_a_rank_alone_prints_its_stacks" in capfd.readouterr().err
+    assert "test_a_rank_alone_prints_its_stack" in capfd.readouterr().err
 
 
 def test_a_handler_of_the_program_is_left_alone() -> None:
