@@ -193,6 +193,11 @@ CASES = "<testcase/>" + "".join(
 )
 
 
+def summed_up(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/count_tests.py", str(folder), "9"]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("line", "results", "expected", "exit_code"),
     [
@@ -215,16 +220,21 @@ def test_the_parts_are_summed_up(
         (tmp_path / f"{line.split(chr(9))[0]}.xml").write_text(
             f"<testsuites><testsuite>{results}</testsuite></testsuites>"
         )
-    result = subprocess.run(
-        [sys.executable, "scripts/count_tests.py", str(tmp_path), "9"],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = summed_up(tmp_path)
     assert result.stdout.splitlines()[-1] == expected
     assert "8 processor-seconds, installation apart; 9 s by the clock" in result.stdout
     assert result.returncode == exit_code
+
+
+def test_the_files_whose_tests_take_longest_are_named(tmp_path: Path) -> None:
+    (tmp_path / "parts").write_text("unit\t0\t0\t90\t80\nmpich\t0\t0\t90\t80\n")
+    for part, seconds in (("unit", (3, 18, 15)), ("mpich", (40, 0.5, 2))):
+        files = zip(("tests.a", "tests.b", "tests.b"), seconds, strict=True)
+        results = [f'<testcase classname="{file}" time="{time}"/>' for file, time in files]
+        (tmp_path / f"{part}.xml").write_text(f"<testsuite>{''.join(results)}</testsuite>")
+    result = summed_up(tmp_path)
+    longest = [line for line in result.stdout.splitlines() if " tests." in line]
+    assert longest == ["mpich            tests.a: 40 s", "unit             tests.b: 33 s"]
 
 
 def test_the_processor_time_is_that_of_all_processes_also_of_daemons(tmp_path: Path) -> None:
