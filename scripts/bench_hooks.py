@@ -140,7 +140,7 @@ def of_states(spec: Spec, folder: Path) -> Iterator[list[Hook]]:
         slots[rank] = memoryview(bytearray(SLOT))
         of_rank = Status()
         of_rank.move_to(slots[rank])
-        of_rank.identify(0, 0)
+        of_rank.identify(0)
         for group in range(GROUPS_OF_RANK):
             entry = of_rank.enter(f"axis {group}", range(RANKS_OF_NODE))
             for number in range(1, 100):

@@ -11,51 +11,58 @@ import contextlib
 import faulthandler
 import io
 import os
+import re
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpczero.comm import rank_process
 from hpczero.comm.status import RankState, process_namespace
+from hpczero.comm.verdict import STOPPED
 
 ASK = signal.SIGUSR1  # what a user sends to see them
 DUMP = signal.SIGRTMIN + 5
 _NAME = "hpczero-stacks"
 # files of the thread that asks, which is left out
 _WATCHING = [f'"{Path(__file__).with_name(name)}"' for name in ("watchdog.py", "stacks.py")]
-_WRITING = 1.0  # seconds that a process gets to write its stacks, and half of them on the signal
+_WRITING = 1.0  # seconds that a process gets to write its stacks; on the signal half as long
 _WANTED, _NO_MORE = b"?", b"."
+_PIPE = re.compile(f"/memfd:{_NAME}:([0-9]+):([0-9]+)")  # its descriptor, and its inode
 
 
 class Stacks:
-    """This process's file of stacks, and its pipe."""
+    """This process's file of stacks, whose name says at which pipe to ask for them."""
 
     def __init__(self) -> None:
-        self._file = _file_in_memory()
         answering, self._asking = os.pipe()
+        self._file = _file_in_memory(f":{self._asking}:{os.fstat(answering).st_ino}")
+        with contextlib.suppress(ValueError):  # only the main thread may
+            signal.signal(DUMP, signal.SIG_IGN)  # so that one that comes late ends nothing
         faulthandler.register(DUMP, self._file, all_threads=True)
         self._thread = threading.Thread(
             target=self._answer, args=[answering], name=_NAME, daemon=True
         )
         self._thread.start()
 
-    def descriptors(self) -> tuple[int, int]:
-        """Return those of the file and of the pipe's end to ask at."""
-        return self._file.fileno(), self._asking
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def close(self) -> None:
         faulthandler.unregister(DUMP)
-        os.write(self._asking, _NO_MORE)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._asking, _NO_MORE)
         self._thread.join()
         os.close(self._asking)
         self._file.close()
 
     def _answer(self, answering: int) -> None:
-        with os.fdopen(answering, "rb", buffering=0) as questions:
+        with os.fdopen(answering, "rb", buffering=0) as questions, contextlib.suppress(OSError):
             while questions.read(1) == _WANTED:
-                faulthandler.dump_traceback(self._file, all_threads=True)
                 self._file.write(b"\n")  # as between two threads
+                faulthandler.dump_traceback(self._file, all_threads=True)
 
 
 class Asked:
@@ -65,7 +72,7 @@ class Asked:
     """
 
     def __init__(self) -> None:
-        self._file = _file_in_memory()
+        self._file = _file_in_memory("")
         self._seen = 0
         faulthandler.register(ASK, self._file, all_threads=False)
 
@@ -80,8 +87,8 @@ class Asked:
         self._file.close()
 
 
-def _file_in_memory() -> io.FileIO:
-    return os.fdopen(os.memfd_create(_NAME), "r+b", buffering=0)
+def _file_in_memory(ending: str) -> io.FileIO:
+    return os.fdopen(os.memfd_create(_NAME + ending), "r+b", buffering=0)
 
 
 def is_free(number: int) -> bool:
@@ -109,36 +116,50 @@ def ask(states: Sequence[RankState]) -> list[str]:
     All have the same short time to write them; "" for one that does not, or cannot be asked.
     """
     with contextlib.ExitStack() as files:
-        answers = [_Answer(state, files) for state in states]
-        _wait_for([answer for answer in answers if answer.file], _Answer.ask, _WRITING)
-        _wait_for([one for one in answers if one.is_silent()], _Answer.insist, _WRITING / 2)
-        return [answer.text() for answer in answers]
+        opened = [(at, _open(state, files)) for at, state in enumerate(states)]
+        answers = {at: _Answer(states[at], file) for at, file in opened if file}
+        _ask([*answers.values()], _Answer.ask, _WRITING)
+        silent = [answer for answer in answers.values() if answer.is_silent()]
+        _ask(silent, _Answer.insist, _WRITING / 2)
+        return [answers[at].text() if at in answers else "" for at in range(len(states))]
+
+
+def _open(state: RankState, files: contextlib.ExitStack) -> io.FileIO | None:
+    try:
+        return files.enter_context(open(file_of(state), "rb", buffering=0))
+    except OSError:
+        return None
 
 
 class _Answer:
-    """The stacks that one process writes from now on; none if it cannot be asked."""
+    """The stacks that one process writes from now on."""
 
-    def __init__(self, state: RankState, files: contextlib.ExitStack) -> None:
+    def __init__(self, state: RankState, file: io.FileIO) -> None:
         self._state = state
-        self.file: io.FileIO | None = None
-        with contextlib.suppress(OSError):
-            file = open(file_of(state), "rb", buffering=0)  # noqa: SIM115  `files` closes it
-            self.file = files.enter_context(file)
+        self._descriptor = file.fileno()
         self._begin = self._end = self._size()
 
     def ask(self) -> None:
+        named = _PIPE.match(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+        if not named:
+            return
         with contextlib.suppress(OSError):
-            path = f"/proc/{self._state.pid}/fd/{self._state.asking}"
+            path = f"/proc/{self._state.pid}/fd/{named[1]}"
             pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(pipe, "wb", buffering=0) as asking:
-                asking.write(_WANTED)
+                opened = os.fstat(pipe)
+                if stat.S_ISFIFO(opened.st_mode) and opened.st_ino == int(named[2]):
+                    asking.write(_WANTED)
 
     def insist(self) -> None:
+        """Send the signal, unless it is another process by now, or would get it later only."""
         with contextlib.suppress(OSError):
-            os.kill(self._state.pid, DUMP)
+            is_same = os.path.samestat(os.stat(file_of(self._state)), os.fstat(self._descriptor))
+            if is_same and rank_process.trouble(self._state) != STOPPED:
+                os.kill(self._state.pid, DUMP)
 
     def is_silent(self) -> bool:
-        return self.file is not None and self._size() == self._begin
+        return self._size() == self._begin
 
     def is_whole(self) -> bool:
         """Return True if something is written, and no more than at the last look."""
@@ -147,19 +168,18 @@ class _Answer:
         return self._begin < self._end == before
 
     def text(self) -> str:
-        if not self.file:
-            return ""
-        written = os.pread(self.file.fileno(), self._end - self._begin, self._begin)
-        threads = written.decode(errors="replace").split("\n\n")
+        written = os.pread(self._descriptor, self._size() - self._begin, self._begin)
+        threads = written.decode(errors="replace").lstrip("\n").split("\n\n")
         return "\n\n".join(one for one in threads if not any(file in one for file in _WATCHING))
 
     def _size(self) -> int:
-        return os.fstat(self.file.fileno()).st_size if self.file else 0
+        return os.fstat(self._descriptor).st_size
 
 
-def _wait_for(answers: Sequence[_Answer], way: Callable[[_Answer], None], seconds: float) -> None:
+def _ask(answers: Sequence[_Answer], how: Callable[[_Answer], None], seconds: float) -> None:
+    """Ask for all these answers, and wait until they are there."""
     for answer in answers:
-        way(answer)
+        how(answer)
     deadline = time.monotonic() + seconds
     while answers and time.monotonic() < deadline:
         time.sleep(0.05)

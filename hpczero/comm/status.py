@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-_PROCESS = struct.Struct("<QQII")  # process id, its namespace; descriptors of `stacks.Stacks`
+_PROCESS = struct.Struct("<QQQ")  # process id, its namespace, the file for its stacks
 _STEP = struct.Struct("<q")
 # When an operation was last started or a wait ended; the node's monotonic clock.
 _CHANGED = struct.Struct("<d")
@@ -100,9 +100,8 @@ class Status:
             slot[history] = self.slot[history]
         self.slot = slot
 
-    def identify(self, stacks: int, asking: int) -> None:
-        """`stacks`, `asking`: descriptors of the file for the stacks and of the pipe to ask."""
-        _PROCESS.pack_into(self.slot, 0, os.getpid(), process_namespace(), stacks, asking)
+    def identify(self, stacks: int) -> None:
+        _PROCESS.pack_into(self.slot, 0, os.getpid(), process_namespace(), stacks)
 
     def at_step(self, step: int) -> None:
         _STEP.pack_into(self.slot, _STEP_AT, step)
@@ -207,7 +206,6 @@ class RankState:
     number: int = 0
     axis: str = ""
     doing: str = ""  # "save", ...; "": the start, if no step has begun, else a step
-    asking: int = 0
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "RankState":
@@ -229,7 +227,6 @@ class RankState:
             int(facts["number"]),
             str(facts["axis"]),
             str(facts.get("doing", "")),
-            int(facts.get("asking", 0)),
         )
 
     def older(self, ago: float) -> "RankState":
@@ -253,7 +250,7 @@ def seconds(value: Any) -> float:
 
 def read(slot: memoryview, now: float, whole: bool = True, operations: int = _RECORDS) -> RankState:
     """Read a slot. `whole`: with the last so many `operations` of every group."""
-    pid, namespace, stacks, asking = _PROCESS.unpack_from(slot, 0)
+    pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
     (step,) = _STEP.unpack_from(slot, _STEP_AT)
     (changed,) = _CHANGED.unpack_from(slot, _CHANGED_AT)
     since, entry, number, label = _WAIT.unpack_from(slot, _WAIT_AT)
@@ -270,7 +267,7 @@ def read(slot: memoryview, now: float, whole: bool = True, operations: int = _RE
     waited = now - since if since else None
     done = pid, namespace, stacks, step, now - changed
     doing = _text(_DOING.unpack_from(slot, _DOING_AT)[0])
-    return RankState(*done, waited, place, started, group, number, axis, doing, asking)
+    return RankState(*done, waited, place, started, group, number, axis, doing)
 
 
 def last_look(slot: memoryview) -> tuple[float, float]:

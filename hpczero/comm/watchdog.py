@@ -76,7 +76,7 @@ class Watch:
         self._suspected: Wait | None = None
         self._done = threading.Event()
         self._stacks = Stacks()
-        status.identify(*self._stacks.descriptors())
+        status.identify(self._stacks.fileno())
         self._asked = Asked() if stacks.is_free(stacks.ASK) else None
         self._longest = 0.0  # seconds for which a rank has done nothing, and then something again
         self._rested: dict[int, float] = {}  # at the last look

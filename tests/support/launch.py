@@ -136,11 +136,17 @@ def start(
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    folder: Path = CHECKOUT,
+    environment: Mapping[str, str] | None = None,
+    stdout: int = subprocess.PIPE,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`start`, and an end to it and everything that it started when the block ends."""
+    """`start`, and an end to it and everything that it started when the block ends.
+
+    What prints more than 64 KB stands still: nobody reads from the pipe before the end.
+    """
     mark = uuid.uuid4().hex
-    process = start(command, folder, {**(environment or {}), _MARK: mark})
+    process = start(command, folder, {**(environment or {}), _MARK: mark}, stdout)
     try:
         yield process
     finally:

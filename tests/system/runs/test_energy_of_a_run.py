@@ -1,6 +1,7 @@
 """The energy of a real run, whose counters a thread advances at known power."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ def test_joules_are_those_of_the_counters_also_of_a_job_that_was_killed(tmp_path
         return len(lines_of(run / energy.FILE)) if (run / energy.FILE).exists() else 0
 
     for jobs in (1, 2):
-        with started(endless, tmp_path, here) as job:
+        with started(endless, tmp_path, here, subprocess.DEVNULL) as job:
             many = lines()
-            wait_for(lambda many=many: lines() > many, job)
+            wait_for(lambda many=many: lines() > many, job, 180)  # the kernels are compiled first
             until = powercap.joules("intel-rapl:0") + 500
             with powercap.running():
                 wait_for(lambda until=until: powercap.joules("intel-rapl:0") > until, job)

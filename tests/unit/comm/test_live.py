@@ -27,7 +27,7 @@ class Node:
         for rank in range(first, first + ranks):
             status = Status()
             status.move_to(memoryview(bytearray(SLOT)))
-            status.identify(0, 0)
+            status.identify(0)
             status.at_step(7)
             self.statuses[rank] = status
         slots = {rank: status.slot for rank, status in self.statuses.items()}

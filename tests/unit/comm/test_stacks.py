@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -35,7 +38,7 @@ def stuck_there(case):
     if case == "busy":
         for _ in range(2):
             threading.Thread(target=stay_busy, daemon=True).start()
-    print(*stacks.descriptors(), flush=True)
+    print(stacks.fileno(), flush=True)
     if case == "alone":
         ctypes.PyDLL(None).sleep(600)  # no other thread of the interpreter runs meanwhile
     time.sleep(600)
@@ -52,9 +55,9 @@ def another(case: str) -> Iterator[tuple[RankState, subprocess.Popen[bytes]]]:
     """Another process, that can be asked."""
     with subprocess.Popen([sys.executable, "-c", OTHER, case], stdout=subprocess.PIPE) as process:
         assert process.stdout
-        file, asking = map(int, process.stdout.readline().split())
+        file = int(process.stdout.readline())
         try:
-            yield replace(HERE, pid=process.pid, stacks=file, asking=asking), process
+            yield replace(HERE, pid=process.pid, stacks=file), process
         finally:
             process.kill()
 
@@ -68,11 +71,10 @@ def test_stacks_of_this_and_another_process_at_once() -> None:
 
     waiting = threading.Thread(target=waits_here)
     waiting.start()
-    file, asking = here.descriptors()
     try:
         with another("sleeps") as (other, _):
             for _ in range(2):  # later answers lie behind the first ones
-                ours, theirs = stacks.ask([replace(HERE, stacks=file, asking=asking), other])
+                ours, theirs = stacks.ask([replace(HERE, stacks=here.fileno()), other])
                 assert "stuck_there" in theirs
                 assert "stuck_there" not in ours
                 assert "waits_here" in ours
@@ -83,18 +85,48 @@ def test_stacks_of_this_and_another_process_at_once() -> None:
         here.close()
 
 
+def pipe_of(state: RankState) -> str:
+    """Return the path of the pipe that the name of the process's file says."""
+    _, _, descriptor, _ = os.readlink(stacks.file_of(state)).split(":")
+    return f"/proc/{state.pid}/fd/{descriptor}"
+
+
+def unread(pipe: IO[bytes] | int) -> int:
+    (size,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+    return int(size)
+
+
 def test_a_process_that_runs_survives_being_asked() -> None:
     with another("busy") as (other, process):
-        pipe = os.open(f"/proc/{other.pid}/fd/{other.asking}", os.O_WRONLY)
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)  # and no more questions are open at a time
+        pipe = os.open(pipe_of(other), os.O_WRONLY)
         try:
             for _ in range(ENOUGH):
                 os.write(pipe, b"?")
                 time.sleep(0.0003)
+            while unread(pipe):
+                assert process.poll() is None
+                time.sleep(0.01)
         finally:
             os.close(pipe)
         assert "busy_there" in stacks.ask([other])[0]
         assert process.poll() is None
+
+
+def test_only_the_pipe_that_is_named_is_written_to() -> None:
+    """The process is another one of ours by now, and has something else at that number."""
+    program = OTHER.replace("stacks = Stacks()", "stacks = Stacks(); os.dup2(0, stacks._asking)")
+    program = program.replace("import contextlib,", "import contextlib, os,")
+    command = [sys.executable, "-c", program, "sleeps"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdin
+        assert process.stdout
+        state = replace(HERE, pid=process.pid, stacks=int(process.stdout.readline()))
+        try:
+            assert "stuck_there" in stacks.ask([state])[0]  # by the signal
+            assert unread(process.stdin) == 0
+        finally:
+            process.kill()
 
 
 def test_a_process_whose_interpreter_is_held_by_a_call_is_asked_by_a_signal() -> None:
@@ -108,6 +140,9 @@ def test_a_process_that_is_stopped_has_none() -> None:
         os.kill(other.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, other.pid, os.WSTOPPED)
         assert stacks.ask([other]) == [""]
+        pending = Path(f"/proc/{other.pid}/status").read_text()
+        (mask,) = re.findall(r"^ShdPnd:\s+([0-9a-f]+)$", pending, re.MULTILINE)
+        assert not int(mask, 16) >> stacks.DUMP - 1 & 1  # it would come when it goes on
 
 
 def test_a_process_that_is_another_one_by_now_is_not_asked() -> None:
@@ -122,9 +157,14 @@ def test_a_process_that_is_another_one_by_now_is_not_asked() -> None:
         ):
             assert stacks.ask([state]) == [""]
         assert process.stdin
-        assert struct.unpack("i", fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4))) == (0,)
+        assert unread(process.stdin) == 0
         assert process.poll() is None
         process.kill()
+
+
+def test_a_question_that_comes_late_ends_nothing() -> None:
+    Stacks().close()
+    os.kill(os.getpid(), stacks.DUMP)
 
 
 def test_nothing_is_left_open() -> None:
