@@ -11,7 +11,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -167,16 +167,25 @@ def test_a_question_that_comes_late_ends_nothing() -> None:
     os.kill(os.getpid(), stacks.DUMP)
 
 
-def test_nothing_is_left_open() -> None:
-    def left() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
+def open_here() -> set[str]:
+    """Return the pipes and files in memory that this process has open."""
+    links = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one for the list
+            links.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {link for link in links if link.startswith(("pipe:", f"/memfd:{stacks._NAME}"))}
 
-    before = left()
+
+def test_nothing_is_left_open() -> None:
+    before, threads = open_here(), set(threading.enumerate())
     here, asked = Stacks(), Asked()
-    assert left() == (before[0] + 4, before[1] + 1)
+    ours = open_here() - before
+    (thread,) = set(threading.enumerate()) - threads
+    assert len(ours) == 3
     here.close()
     asked.close()
-    assert left() == before
+    assert not ours & open_here()
+    assert not thread.is_alive()
 
 
 def test_a_user_asks_again_and_again() -> None:
