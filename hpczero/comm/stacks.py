@@ -61,8 +61,8 @@ class Stacks:
     def _answer(self, answering: int) -> None:
         with os.fdopen(answering, "rb", buffering=0) as questions, contextlib.suppress(OSError):
             while questions.read(1) == _WANTED:
-                self._file.write(b"\n")  # as between two threads
                 faulthandler.dump_traceback(self._file, all_threads=True)
+                self._file.write(b"\n")  # as between two threads; may wait for the lock
 
 
 class Asked:
@@ -137,7 +137,8 @@ class _Answer:
     def __init__(self, state: RankState, file: io.FileIO) -> None:
         self._state = state
         self._descriptor = file.fileno()
-        self._begin = self._end = self._size()
+        self._begin = os.fstat(self._descriptor).st_size
+        self._seen = b""
 
     def ask(self) -> None:
         named = _PIPE.match(os.readlink(f"/proc/self/fd/{self._descriptor}"))
@@ -159,21 +160,21 @@ class _Answer:
                 os.kill(self._state.pid, DUMP)
 
     def is_silent(self) -> bool:
-        return self._size() == self._begin
+        return not self._written()
 
     def is_whole(self) -> bool:
         """Return True if something is written, and no more than at the last look."""
-        before = self._end
-        self._end = self._size()
-        return self._begin < self._end == before
+        before = self._seen
+        self._seen = self._written()
+        return bool(before) and self._seen == before
 
     def text(self) -> str:
-        written = os.pread(self._descriptor, self._size() - self._begin, self._begin)
-        threads = written.decode(errors="replace").lstrip("\n").split("\n\n")
+        threads = self._written().decode(errors="replace").split("\n\n")
         return "\n\n".join(one for one in threads if not any(file in one for file in _WATCHING))
 
-    def _size(self) -> int:
-        return os.fstat(self._descriptor).st_size
+    def _written(self) -> bytes:
+        size = os.fstat(self._descriptor).st_size - self._begin
+        return os.pread(self._descriptor, size, self._begin).strip(b"\n")
 
 
 def _ask(answers: Sequence[_Answer], how: Callable[[_Answer], None], seconds: float) -> None:

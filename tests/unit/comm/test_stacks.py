@@ -135,6 +135,16 @@ def test_a_process_whose_interpreter_is_held_by_a_call_is_asked_by_a_signal() ->
     assert "stuck_there" in text
 
 
+def test_the_end_of_an_earlier_answer_is_none() -> None:
+    """It comes late, where a call holds the interpreter."""
+    with another("alone") as (other, _), open(stacks.file_of(other), "ab", buffering=0) as file:
+        late = threading.Timer(0.3, file.write, [b"\n"])
+        late.start()
+        (text,) = stacks.ask([other])
+        late.join()
+    assert "stuck_there" in text
+
+
 def test_a_process_that_is_stopped_has_none() -> None:
     with another("sleeps") as (other, _):
         os.kill(other.pid, signal.SIGSTOP)
