@@ -21,6 +21,7 @@ from hpczero.safe_files import read_small
 from hpczero.text import join_words, printable
 
 JSON, SETTINGS, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+OF_T5 = "spiece.model"  # SENTENCEPIECE's name in folders of T5
 FILES = (JSON, SENTENCEPIECE, SETTINGS)
 MOST_BYTES = 128 << 20  # of a tokenizer's file
 # Names under which published tokenizers have the token that ends a document.
@@ -232,12 +233,13 @@ def from_files(files: Mapping[str, bytes], end_of_document: str | int | None = N
 def _read(path: Path) -> dict[str, bytes]:
     name = printable(str(path))
     if path.is_dir():
-        found = [file for file in FILES if (path / file).is_file()]
-        if JSON in found and SENTENCEPIECE in found:
-            found.remove(SENTENCEPIECE)
-        if not {JSON, SENTENCEPIECE} & set(found):
-            raise InputError(f"{name} has neither {JSON} nor {SENTENCEPIECE}")
-        return {file: read_small(path / file, MOST_BYTES) for file in found}
+        places = {OF_T5: SENTENCEPIECE} | {file: file for file in FILES}
+        found = {file: path / place for place, file in places.items() if (path / place).is_file()}
+        if JSON in found:
+            found.pop(SENTENCEPIECE, None)
+        elif SENTENCEPIECE not in found:
+            raise InputError(f"{name} has neither {JSON} nor {SENTENCEPIECE} nor {OF_T5}")
+        return {file: read_small(place, MOST_BYTES) for file, place in found.items()}
     if path.suffix not in (".json", ".model"):
         raise InputError(
             f"there is no tokenizer '{name}'; there is: byte, a {JSON}, a SentencePiece *.model, "

@@ -4,7 +4,14 @@ import json
 from typing import Any
 
 from hpczero.data.special_ids import knows, sentinels_of, special_ids
-from hpczero.data.tokenizer import JSON, SETTINGS, ByteTokenizer, Tokenizer
+from hpczero.data.tokenizer import (
+    JSON,
+    OF_T5,
+    SENTENCEPIECE,
+    SETTINGS,
+    ByteTokenizer,
+    Tokenizer,
+)
 from hpczero.spec.model import Model
 
 # family -> what stands around a text, and after it around a second one; `:` is their segment
@@ -23,7 +30,7 @@ def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
     `transformers` reads them, if it has none.
 
     Those of a model with masked samples have its special tokens; a SentencePiece model has them
-    itself.
+    itself, but for the sentinels of T5.
     """
     files = dict(tokenizer.files) or {JSON: as_json(byte_tokenizer())}
     if SETTINGS not in files:
@@ -44,8 +51,20 @@ def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
     if model.family == "t5":
         # the class that ends texts with </s>; with extra_ids it would add sentinels of its own
         settings |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
-        settings["extra_special_tokens"] = sentinels_of(tokenizer)
+        settings |= _sentinels(tokenizer, model)
+        files[OF_T5] = files.pop(SENTENCEPIECE)
     return files | {SETTINGS: as_json(settings)}
+
+
+def _sentinels(tokenizer: Tokenizer, model: Model) -> dict[str, Any]:
+    """Name T5's sentinels, with the ids of those that a SentencePiece model lacks."""
+    if own := sentinels_of(tokenizer):
+        return {"extra_special_tokens": own}
+    _, _, *new = special_ids(model, tokenizer).items()
+    return {
+        "extra_special_tokens": [name for name, _ in reversed(new)],
+        "added_tokens_decoder": {str(number): _special(name) for name, number in new},
+    }
 
 
 def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
@@ -53,7 +72,7 @@ def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer, model: Model) -> 
     content, settings = json.loads(files[JSON]), _table(files[SETTINGS])
     ids, roles = special_ids(model, tokenizer), _ROLES[model.family]
     new = [name for name in ids if not knows(tokenizer, name)]
-    content.setdefault("added_tokens", []).extend(_special(name, ids[name]) for name in new)
+    content.setdefault("added_tokens", []).extend(_added(name, ids[name]) for name in new)
     content["post_processor"] = _template(model.family, ids)
     settings |= roles
     if without_role := [name for name in new if name not in roles.values()]:
@@ -109,16 +128,20 @@ def byte_tokenizer() -> dict[str, Any]:
     }
     return {
         "version": "1.0",
-        "added_tokens": [_special(ByteTokenizer.end, ByteTokenizer.end_of_document)],
+        "added_tokens": [_added(ByteTokenizer.end, ByteTokenizer.end_of_document)],
         "pre_tokenizer": by_byte,
         "decoder": by_byte,
         "model": model,
     }
 
 
-def _special(name: str, number: int) -> dict[str, Any]:
+def _added(name: str, number: int) -> dict[str, Any]:
+    return {"id": number, **_special(name)}
+
+
+def _special(name: str) -> dict[str, Any]:
     never = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": name, **never, "special": True}
+    return {"content": name, **never, "special": True}
 
 
 def signs_of_bytes() -> list[str]:

@@ -24,11 +24,11 @@ IDS = special_ids(Model(family="t5"), ByteTokenizer())
 
 
 def model(**sizes: object) -> Model:
-    return model_of("gpt", family="t5", vocab=400, seq_len=142, layers=4, **sizes)
+    return model_of("gpt", **{"family": "t5", "vocab": 400, "seq_len": 142, "layers": 4} | sizes)
 
 
-def a_batch(spec: Path) -> MicroBatch:
-    spec_of_run = load(spec).spec
+def a_batch(spec: Path, *overrides: str) -> MicroBatch:
+    spec_of_run = load(spec, overrides).spec
     source = open_source(spec_of_run, lambda value: value)
     return Batches(spec_of_run, source, 0, 1).training(3)[0]
 
@@ -93,9 +93,41 @@ def test_a_tokenizer_that_cannot_be_exported_says_its_ids(
     assert "WARN no tokenizer is exported: the SentencePiece model of the run lacks some" in said
     assert "published" not in said
     assert ids_of_config(out) == (250, 250, 2)
-    spec = load(tmp_path / "spec.toml", ["train.eval_batches=0"]).spec
-    targets = Batches(spec, open_source(spec, lambda value: value), 0, 1).training(1)[0].targets
+    targets = a_batch(tmp_path / "spec.toml", "train.eval_batches=0").targets
     assert set(targets[:, -1].tolist()) == {2}
+
+
+def test_a_folder_as_published_ones_gives_its_sentinels_to_the_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `spiece.model` has none: they come after it, the first one last."""
+    pytest.importorskip("google.protobuf", reason="transformers reads SentencePiece models by it")
+    text, folder, tokens = argparse.__file__, tmp_path / "published", str(tmp_path / "text.h5")
+    folder.mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        input=text,
+        model_prefix=str(folder / "spiece"),
+        vocab_size=350,
+        minloglevel=2,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+    )
+    build = ["data", "build", "-o", tokens, "--tokenizer", str(folder), text]
+    assert cli.main(build) == 0
+    run, out = random_run(tmp_path, model(vocab=480), tokens), tmp_path / "out"
+    capsys.readouterr()
+    assert cli.main(["ckpt", "export", str(run), str(out), "--hf"]) == 0
+    assert "WARN" not in capsys.readouterr().out
+    assert ids_of_config(out) == (0, 0, 1)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    batch = a_batch(tmp_path / "spec.toml", "train.eval_batches=0")
+    for stream in (batch.tokens[0].tolist(), batch.targets[0].tolist()):
+        spelled = theirs.convert_ids_to_tokens([one for one in stream if one >= 350])
+        assert spelled
+        assert spelled[:2] == ["<extra_id_0>", "<extra_id_1>"]
+        assert theirs.convert_tokens_to_ids("<extra_id_0>") == 449
 
 
 def test_samples_of_random_tokens_say_their_ids(

@@ -12,7 +12,14 @@ import transformers
 from hpczero.cli import main
 from hpczero.data.special_ids import special_ids
 from hpczero.data.token_file import open_token_file
-from hpczero.data.tokenizer import SENTENCEPIECE, SETTINGS, Tokenizer, from_files, tokenizer
+from hpczero.data.tokenizer import (
+    OF_T5,
+    SENTENCEPIECE,
+    SETTINGS,
+    Tokenizer,
+    from_files,
+    tokenizer,
+)
 from hpczero.huggingface.tokenizer_files import as_json, signs_of_bytes, tokenizer_files
 from hpczero.spec.model import Model
 from tests.support.inference import model_of, random_run
@@ -143,27 +150,30 @@ def test_a_tokenizer_of_t5_marks_texts_as_in_training(kind: str, tmp_path: Path)
         assert all(json.loads(files[name]) == json.loads(ours.files[name]) for name in files)
 
 
+KINDS_OF_PIECES = ["control_symbols", "user_defined_symbols", "no_symbols"]
+SENTINELS = [f"<extra_id_{number}>" for number in range(100)]
 PIECES_OF_T5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
 
 
 def pieces_of_t5(folder: Path, kind: str) -> Tokenizer:
-    """Return a SentencePiece model with all the tokens that samples of T5 have."""
+    """Return a SentencePiece model as T5's; with "no_symbols" it has no sentinels, as published."""
     sentencepiece.SentencePieceTrainer.train(
         input=argparse.__file__,
         model_prefix=str(folder / "own"),
         vocab_size=400,
         minloglevel=2,
         **PIECES_OF_T5,
-        **{kind: [f"<extra_id_{number}>" for number in range(99, -1, -1)]},
+        **({} if kind == "no_symbols" else {kind: SENTINELS[::-1]}),
     )
     return tokenizer(str(folder / "own.model"))
 
 
+@pytest.mark.parametrize("kind", KINDS_OF_PIECES)
 @pytest.mark.parametrize("has_settings", [False, True])
 def test_pieces_of_t5_are_exported_with_settings_by_which_texts_end(
-    has_settings: bool, tmp_path: Path
+    has_settings: bool, kind: str, tmp_path: Path
 ) -> None:
-    ours = pieces_of_t5(tmp_path, "control_symbols")
+    ours = pieces_of_t5(tmp_path, kind)
     if has_settings:
         said = {"tokenizer_class": "LlamaTokenizer", "add_eos_token": False, "extra_ids": 100}
         ours = from_files({**ours.files, SETTINGS: as_json({**said, "own": 1})})
@@ -172,15 +182,18 @@ def test_pieces_of_t5_are_exported_with_settings_by_which_texts_end(
     settings = json.loads(files[SETTINGS])
     found = [settings[key] for key in ("tokenizer_class", "extra_ids", "pad_token", "eos_token")]
     assert found == ["T5Tokenizer", 0, "<pad>", "</s>"]
-    assert settings["extra_special_tokens"] == [f"<extra_id_{number}>" for number in range(100)]
+    assert settings["extra_special_tokens"] == SENTINELS
     assert settings.get("own") == (1 if has_settings else None)
-    assert files[SENTENCEPIECE] == ours.files[SENTENCEPIECE]
-    again = from_files(files)
+    assert files[OF_T5] == ours.files[SENTENCEPIECE]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "own.model").unlink()
+    again = tokenizer(str(tmp_path))
     assert again.end_of_document == ours.end_of_document == 1
     assert tokenizer_files(again, model) == files
 
 
-@pytest.mark.parametrize("kind", ["control_symbols", "user_defined_symbols"])
+@pytest.mark.parametrize("kind", KINDS_OF_PIECES)
 def test_pieces_of_t5_mark_texts_as_in_training(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("google.protobuf", reason="transformers reads SentencePiece models by it")
     ours = pieces_of_t5(tmp_path, kind)
