@@ -15,8 +15,11 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def wait_for(condition: Callable[[], Any], process: Process, limit: float = 60) -> Any:
-    """Wait until it is true, while the process goes on; return what it then is."""
+def wait_for(condition: Callable[[], Any], process: Process, limit: float = 240) -> Any:
+    """Wait until it is true, while the process goes on; return what it then is.
+
+    Where kernels are compiled first, a step may be minutes away.
+    """
     begun = time.monotonic()
     while not (found := condition()):
         assert process.poll() is None, process.communicate()
