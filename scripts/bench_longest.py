@@ -3,10 +3,11 @@
 
     python scripts/bench_longest.py --gib 8
 
-A try is a process that takes two steps of one sequence and says the most memory that it held; it
-ends as soon as it holds more than the limit. Freed memory goes back to the system at once, as in a
-run where memory is short (what malloc keeps otherwise lies in pieces, half as much again). Lengths
-are doubled, then halved in between, until the longest that fits and the shortest that does not are
+A try is a process that takes a step of one short sequence, which makes the optimizer's states and
+costs no time, then one of the whole sequence, and says the most memory that it held; it ends as
+soon as it holds more than the limit. Freed memory goes back to the system at once, as in a run
+where memory is short (what malloc keeps otherwise lies in pieces, half as much again). Lengths are
+doubled, then halved in between, until the longest that fits and the shortest that does not are
 within a sixteenth of each other. Time of flash attention grows with the square of the length, so
 that it is only tried at the first length at which blocks do not fit.
 """
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,7 @@ _WAYS = {
     _PLAIN: {"kernels": "torch"},
 }
 _TOO_MUCH = 9  # exit code
+_SHORT = 512  # tokens of a try's first step
 _FINE = 16  # a try is at most a part of the longest that fits away from it
 
 
@@ -52,7 +55,7 @@ def options() -> argparse.Namespace:
 
 
 def inside(arguments: argparse.Namespace, way: str, length: int) -> None:
-    """Take two steps, and print the most memory that they held."""
+    """Take a short step and a whole one, and print the most memory that they held."""
     limit = arguments.gib * 2**30
     malloc.keep_no_free_memory()
 
@@ -81,7 +84,10 @@ def inside(arguments: argparse.Namespace, way: str, length: int) -> None:
     )
     with sdpa_kernel(SDPBackend.MATH) if way == _PLAIN else nullcontext():
         try:
-            for _ in range(2):
+            whole = job.batch
+            for tokens in (_SHORT, length):
+                first = {"tokens": whole.tokens[:, :tokens], "targets": whole.targets[:, :tokens]}
+                job.batch = replace(whole, **first)
                 job.step()
         except RuntimeError as error:
             if "can't allocate memory" not in str(error):

@@ -173,10 +173,12 @@ class SentencePieceTokenizer:
             self._made = package.SentencePieceProcessor(model_proto=files[SENTENCEPIECE])
         except RuntimeError as error:
             raise InputError(
-                f"{SENTENCEPIECE} is no model of SentencePiece; "
+                "the tokenizer's *.model is no model of SentencePiece; "
                 f"if it belongs to tiktoken, take the {JSON} beside it"
             ) from error
         self.vocabulary = int(self._made.get_piece_size())
+        if not self.vocabulary:
+            raise InputError("the tokenizer's *.model has no pieces")
         pieces = {self._made.id_to_piece(at): at for at in range(self.vocabulary)}
         own = self._made.eos_id()
         said = own if end_of_document is None and own >= 0 else end_of_document
@@ -239,6 +241,8 @@ def _read(path: Path) -> dict[str, bytes]:
             found.pop(SENTENCEPIECE, None)
         elif SENTENCEPIECE not in found:
             raise InputError(f"{name} has neither {JSON} nor {SENTENCEPIECE} nor {OF_T5}")
+        elif all((path / file).is_file() for file in (SENTENCEPIECE, OF_T5)):
+            raise InputError(f"{name} has both {SENTENCEPIECE} and {OF_T5}: name one of the files")
         return {file: read_small(place, MOST_BYTES) for file, place in found.items()}
     if path.suffix not in (".json", ".model"):
         raise InputError(

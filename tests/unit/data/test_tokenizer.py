@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,17 @@ def test_bad_tokenizers_have_one_message_each(
     (tmp_path / "huge.json").write_text(json.dumps(huge))
     os.mkfifo(tmp_path / "fifo.json")
     (tmp_path / "tiktoken.model").write_text("IQ== 0\n")
+    (tmp_path / "hollow.model").write_bytes(b"")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "both").mkdir()
+    for name in ("spiece.model", "tokenizer.model"):
+        shutil.copy(pieces, tmp_path / "both" / name)
     for source, said in {
         "broken.json": "tokenizer.json cannot be read",
         "tiktoken.model": "no model of SentencePiece",
+        "hollow.model": "no pieces",
         "empty": "neither tokenizer.json nor tokenizer.model",
+        "both": "name one of the files",
         "gone.json": "No such file",
         "huge.json": "the id 4,294,967,295",
         "fifo.json": "no plain file",
