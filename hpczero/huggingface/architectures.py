@@ -332,6 +332,8 @@ def architecture_for(model: Model, wanted: str | None) -> Architecture:
     nearest = min(losses, key=lambda name: ("family" in losses[name], len(losses[name])))
     keys = [f"model.{key} = {toml_repr(attrgetter(key)(model))}" for key in losses[nearest]]
     among = f"{nearest} cannot have {join_words(keys)}"
+    if "attention.kind" in losses[nearest]:
+        among += ", whose blocks are none of transformers' (docs/long-sequences.md)"
     if wanted is None:
         among = f"no architecture of Hugging Face that hpczero knows is this model: {among}"
     raise InputError(f"{among}; without --hf the weights are written under hpczero's names")

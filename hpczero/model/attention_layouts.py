@@ -15,7 +15,7 @@ Each kind has both forms, and a block of queries always sees itself. Random bloc
 that a model generates with what it was trained with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -94,7 +94,7 @@ def rule_of(model: Model, layer: int) -> LayoutRule | None:
     if kind == "dense":
         return None
     read = {name: of_layer(name) if name in EFFECT[kind] else 0 for name in PER_LAYER[1:]}
-    differ = keys.heads == "different" and "heads" in EFFECT[kind] and model.heads > 1
+    differ = keys.heads == "different" and model.heads > 1 and bool(_differs_by(kind, read))
     return LayoutRule(
         layer if read["random"] else 0,
         kind,
@@ -106,6 +106,11 @@ def rule_of(model: Model, layer: int) -> LayoutRule | None:
         differ,
         shapes.is_causal(model, layer),
     )
+
+
+def _differs_by(kind: str, read: Mapping[str, int]) -> int:
+    """Return the number of blocks that heads of a kind may see otherwise than others."""
+    return read[{"strided": "window", "fixed": "global"}.get(kind, "random")]
 
 
 def rules_of(model: Model) -> list[LayoutRule | None]:
@@ -192,16 +197,24 @@ def _random(rule: LayoutRule, number: int, row: int, last: int, seen: set[int]) 
     return sorted(others, key=lambda block: mix(key ^ block))[: rule.random]
 
 
-def computed_pairs(rule: LayoutRule, positions: int, heads: int) -> float:
-    """Return the pairs of a query and a key in the blocks that are there, of a head on average."""
-    return _computed_pairs(replace(rule, layer=0), positions, heads)  # random ones are as many
+def computed_pairs(
+    rule: LayoutRule, positions: int, heads: int, of_rank: int | None = None
+) -> float:
+    """Return the pairs of a query and a key in the blocks that are there, of a head on average.
+
+    `of_rank`: so many heads next to each other are a tensor rank's; the average of the busiest.
+    """
+    pairs = _of_heads(replace(rule, layer=0), positions, heads)  # random ones are as many
+    count = max(1, of_rank or heads)
+    of_ranks = [sum(pairs[first : first + count]) for first in range(0, max(1, heads), count)]
+    return max(of_ranks) / count
 
 
 @lru_cache(maxsize=1024)
-def _computed_pairs(rule: LayoutRule, positions: int, heads: int) -> float:
-    of_heads = layout_of(rule, positions, range(heads), heads)
-    pairs = [_pairs(pattern, rule.block, positions) for pattern in of_heads.patterns]
-    return sum(pairs[number] for number in of_heads.of_head) / max(1, heads)
+def _of_heads(rule: LayoutRule, positions: int, heads: int) -> list[int]:
+    layout = layout_of(rule, positions, range(heads), heads)
+    pairs = [_pairs(pattern, rule.block, positions) for pattern in layout.patterns]
+    return [pairs[number] for number in layout.of_head]
 
 
 def _pairs(pattern: tuple[Row, ...], block: int, positions: int) -> int:
@@ -217,11 +230,22 @@ def _pairs(pattern: tuple[Row, ...], block: int, positions: int) -> int:
     )
 
 
-def density(rule: LayoutRule | None, positions: int, heads: int) -> float:
+def density(
+    rule: LayoutRule | None, positions: int, heads: int, of_rank: int | None = None
+) -> float:
     """Return the pairs that are computed as a share of those that dense attention has."""
     if rule is None:
         return 1.0
-    return computed_pairs(rule, positions, heads) / dense_pairs(positions, rule.causal)
+    return computed_pairs(rule, positions, heads, of_rank) / dense_pairs(positions, rule.causal)
+
+
+@lru_cache(maxsize=1024)
+def hides_nothing(rule: LayoutRule, positions: int, heads: int) -> bool:
+    return all(
+        len(row) == (number + 1 if rule.causal else len(rows))
+        for rows in layout_of(rule, positions, range(heads), heads).patterns
+        for number, row in enumerate(rows)
+    )
 
 
 def dense_pairs(positions: int, causal: bool = True) -> int:

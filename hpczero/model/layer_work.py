@@ -59,9 +59,9 @@ def core(model: Model, layer: Layer, layout: WorkLayout, heads: int) -> Core:
     index = index_of(layer)
     seq = layout.seq_len
     visible = visible_keys(seq, window(model, index)) if is_causal(model, index) else seq
-    visible *= _share(model, index, seq)
-    keys = keys_counted(model, index, seq)
-    return Core(layout.samples * heads, seq, keys, visible, head_dim(model))
+    share = _share(model, index, seq, heads)
+    keys = min(seq, window(model, index) or seq) * share
+    return Core(layout.samples * heads, seq, keys, visible * share, head_dim(model))
 
 
 def keys_counted(model: Model, index: int, seq: int) -> float:
@@ -69,11 +69,12 @@ def keys_counted(model: Model, index: int, seq: int) -> float:
 
     Of a layer in blocks it is the share of them that its density is of dense attention.
     """
-    return min(seq, window(model, index) or seq) * _share(model, index, seq)
+    return min(seq, window(model, index) or seq) * _share(model, index, seq, model.heads)
 
 
-def _share(model: Model, index: int, seq: int) -> float:
-    return density(rule_of(model, index), seq, model.heads)
+def _share(model: Model, index: int, seq: int, heads: int) -> float:
+    """Return the density of a layer's attention for the busiest of ranks with so many heads."""
+    return density(rule_of(model, index), seq, model.heads, heads)
 
 
 def inside_attention(model: Model, element: int, inner: float, of_keys: float) -> float:

@@ -3,6 +3,7 @@
 Initial values are GPT-2's (Radford et al. 2019). The torch model is `model/llama.py`.
 """
 
+from hpczero.model.attention_layouts import rules_of
 from hpczero.model.layer_work import core, inside_attention, keys_counted, of_embedding, of_head
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_layers
 from hpczero.model.shapes import (
@@ -132,8 +133,8 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
         elements += inner + of_keys
         norms += own_heads + own_keys
         normed += inner + of_keys
-    if model.attention_cap and own_heads > 1:
-        elements += inner  # a second copy of attention's result
+    if model.attention_cap and own_heads > 1 and not all(rules_of(model)):
+        elements += inner  # a second copy of dense attention's result
     kept = element * elements + FP32 * (own_heads + norms)
     if "rms_norm" not in part.kernels:
         kept += (2 * FP32 - element) * normed

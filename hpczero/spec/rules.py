@@ -188,13 +188,13 @@ def _tensor(spec: Spec) -> Iterator[Contradiction]:
             f"rank needs a head: {_smaller('parallel.tensor', ranks, model.heads)}, "
             f"or at least model.heads = {ranks}",
         )
-    if ranks > spec.seq_len and spec.parallel.sequence_parallel:
-        length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
+    length, positions = spec.shortest
+    if ranks > positions and spec.parallel.sequence_parallel:
         yield Contradiction(
             ("parallel.tensor", length, "parallel.sequence_parallel"),
-            f"parallel.tensor = {ranks} ranks cannot share {length} = {spec.seq_len} "
-            "positions (parallel.sequence_parallel = true): "
-            f"{_smaller('parallel.tensor', ranks, spec.seq_len)}, "
+            f"parallel.tensor = {ranks} ranks cannot share the {positions} positions of {length} "
+            "(parallel.sequence_parallel = true): "
+            f"{_smaller('parallel.tensor', ranks, positions)}, "
             "or parallel.sequence_parallel = false",
         )
 

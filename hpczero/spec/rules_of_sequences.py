@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hpczero.model.attention_layouts import EFFECT, PER_LAYER, LayoutRule, layout_of, rules_of
+from hpczero.model.attention_layouts import EFFECT, PER_LAYER, LayoutRule, hides_nothing, rules_of
 from hpczero.model.families import known
 from hpczero.spec.keys import Contradiction
 from hpczero.spec.model import Model
@@ -72,7 +72,8 @@ def _first_with(model: Model) -> dict[LayoutRule, int]:
 
 
 def _of_layer(rule: LayoutRule, layer: int, spec: Spec) -> Iterator[Contradiction]:
-    blocks = rule.blocks(spec.seq_len)
+    length, positions = spec.shortest
+    blocks = rule.blocks(positions)
     where = f"layer {layer} ({toml_repr(rule.kind)})"
     if rule.kind == "fixed" and rule.globals > rule.window:
         yield Contradiction(
@@ -82,9 +83,9 @@ def _of_layer(rule: LayoutRule, layer: int, spec: Spec) -> Iterator[Contradictio
         )
     if rule.kind != "fixed" and rule.globals > blocks:
         yield Contradiction(
-            ("model.attention.global", "model.attention.block", "model.seq_len"),
+            ("model.attention.global", "model.attention.block", length),
             f"model.attention.global = {rule.globals} in {where} is more than the {blocks} blocks "
-            f"of {rule.block} that {spec.seq_len} positions have: fewer, or smaller blocks",
+            f"of {rule.block} that {positions} positions have: fewer, or smaller blocks",
         )
 
 
@@ -114,23 +115,20 @@ def _of_layouts(spec: Spec) -> list[str]:
         for name in _changed(model)
         if name not in read
     ]
+    if model.kernels == "torch" and any(rules_of(model)):
+        scores = 4e-9 * model.heads * spec.seq_len**2
+        notes.append(
+            f'model.kernels = "torch" computes model.attention.kind = {named} with a mask over all '
+            f"pairs: {scores:,.3g} GB of scores for a sequence and layer, several times, which no "
+            "forecast counts"
+        )
     return notes + [
         f"model.attention.kind = {toml_repr(rule.kind)} of layer {layer} hides nothing in "
         f"sequences of {spec.seq_len}, {rule.blocks(spec.seq_len)} blocks of {rule.block}: dense "
         "attention does the same, faster"
         for rule, layer in _first_with(model).items()
-        if _hides_nothing(rule, spec)
+        if hides_nothing(rule, spec.seq_len, model.heads)
     ]
-
-
-def _hides_nothing(rule: LayoutRule, spec: Spec) -> bool:
-    heads = spec.model.heads
-    patterns = layout_of(rule, spec.seq_len, range(heads), heads).patterns
-    return all(
-        len(row) == (number + 1 if rule.causal else len(rows))
-        for rows in patterns
-        for number, row in enumerate(rows)
-    )
 
 
 def _changed(model: Model) -> list[str]:

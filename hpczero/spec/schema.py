@@ -248,6 +248,13 @@ class Spec(Table):
         return self.data.seq_len or self.model.seq_len
 
     @property
+    def shortest(self) -> tuple[str, int]:
+        """The key that says the shortest sequences of any step, and their tokens."""
+        longest = "data.seq_len" if self.data.seq_len else "model.seq_len"
+        phases = [("schedule.seq_len", length) for _, length in self.schedule.seq_len]
+        return min([(longest, self.seq_len), *phases], key=lambda said: said[1])
+
+    @property
     def text_len(self) -> int:
         """Tokens of text in a sequence."""
         return self.model.text_len(self.seq_len)

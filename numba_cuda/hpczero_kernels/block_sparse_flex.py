@@ -7,6 +7,7 @@ the layout's blocks and at the intervals of `block_sparse_plan`; the others are 
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -44,19 +45,29 @@ def flex_block_sparse(
     case = q.dtype, q.shape, k.shape[1], len(layout.patterns), cap, torch.is_grad_enabled()
     if case in _refused or (case not in _taken and len(_taken) == _MOST):
         return None
+    compiles = nullcontext() if case in _taken else _with_backward()
     _taken.add(case)
     try:
         attention = _compiled()
         mask = mask_of(layout, q.shape[0], q.shape[2], documents, q.device)
         capped = _capped(cap) if cap else None
         grouped = q.shape[1] != k.shape[1]
-        return attention(q, k, v, capped, mask, scale, grouped)
+        with compiles:
+            return attention(q, k, v, capped, mask, scale, grouped)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # the compiler has a kind of its own for every reason
         _refused.add(case)
         _LOG.warning("block-sparse attention without flex attention: %s", error)
         return None
+
+
+def _with_backward() -> AbstractContextManager[Any]:
+    """Have backward compiled with forward, which shows at once that it is refused."""
+    from torch._functorch import config
+
+    name = "force_non_lazy_backward_lowering"
+    return config.patch({name: True}) if hasattr(config, name) else nullcontext()
 
 
 @cache

@@ -131,6 +131,34 @@ def test_the_pairs_that_are_computed_are_those_of_blocks_with_something_to_see(c
     assert plan.computed_pairs == int(blocks.sum()) * block**2
 
 
+@dataclass
+class Products(TorchDispatchMode):
+    """The pairs of a query and a key of the products of queries and keys."""
+
+    head_dim: int
+    pairs: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None):
+        if function.overloadpacket is torch.ops.aten.bmm and given[1].shape[1] == self.head_dim:
+            self.pairs += given[0].shape[0] * given[0].shape[1] * given[1].shape[2]
+        return function(*given, **(named or {}))
+
+
+@EACH
+def test_the_products_touch_no_other_pairs(case: Case, threads: Callable[[int], None]) -> None:
+    threads(1)  # others' products are not seen
+    case = replace(case, head_dim=7)  # no number of keys
+    *parts, _ = case.tensors()
+    layout = case.layout()
+    with Products(case.head_dim) as products:
+        block_sparse_attention(*parts, layout, case.documents, case.cap, case.scale)
+    plan = plan_of(layout, case.samples, case.heads, case.kv_heads, case.seq, case.documents)
+    assert products.pairs == plan.computed_pairs
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make chunks of one item or a few, and parts of 32 keys."""
@@ -267,8 +295,9 @@ class Made(TorchDispatchMode):
         return made
 
 
-def test_memory_grows_as_the_positions_do() -> None:
+def test_memory_grows_as_the_positions_do(threads: Callable[[int], None]) -> None:
     """A window of 4 blocks; and one row that sees all does not make a tensor of its length."""
+    threads(1)  # others' tensors are not seen
     sizes = []
     saved: list[Tensor] = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)

@@ -5,8 +5,21 @@ import torch
 from torch import Tensor
 
 from hpczero_kernels import block_sparse_flex
-from hpczero_kernels.block_sparse import block_sparse_attention_reference
+from hpczero_kernels.block_sparse import (
+    block_sparse_attention,
+    block_sparse_attention_reference,
+)
 from tests.support.block_layouts import Case, distances
+from tests.support.device import DEVICE
+
+COMPILED = {
+    "causal": Case(300, head_dim=64),
+    "not causal, blocks of 128": Case(300, 128, causal=False, head_dim=64),
+    "heads share keys": Case(300, heads=6, patterns=3, samples=2, head_dim=64),
+    "everything": Case(
+        391, 24, True, 6, 2, 2, 128, 0.6, 2, ((100, 300, 391), (391,)), cap=2.0, scale=0.3
+    ),
+}
 
 
 @pytest.mark.parametrize("block", [16, 24, 128, 256])
@@ -70,3 +83,36 @@ def test_no_more_cases_are_compiled_than_pytorch_keeps(monkeypatch: pytest.Monke
     assert set(first) == {"compiled"}
     assert computed(1000) is None
     assert computed(3) == "compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_is_compiled_gives_the_masked_dense_formula(name: str) -> None:
+    """Forward alone: PyTorch has no backward of it on CPUs."""
+    case = COMPILED[name]
+    *parts, _ = case.tensors()
+    given = case.layout(), case.documents, case.cap, case.scale or 0.1
+    with torch.no_grad():
+        found = block_sparse_flex.flex_block_sparse(*parts, *given)
+    assert found is not None
+    assert max(distances([found], [block_sparse_attention_reference(*parts, *given)])) <= 1e-5
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_gpu_gives_values_and_gradients_by_flex_attention(name: str, dtype: torch.dtype) -> None:
+    case = COMPILED[name]
+    parts = [one.to(DEVICE, dtype) for one in case.tensors()]
+    exact, dense, found = (
+        case.carried_out(how, kind, parts)
+        for how, kind in (
+            (block_sparse_attention_reference, torch.float64),
+            (block_sparse_attention_reference, dtype),
+            (block_sparse_attention, dtype),
+        )
+    )
+    assert not block_sparse_flex._refused
+    for own, other, right in zip(found, dense, exact, strict=True):
+        errors = [float((one.double() - right).norm() / right.norm()) for one in (own, other)]
+        assert errors[0] <= max(1e-5, 2 * errors[1])

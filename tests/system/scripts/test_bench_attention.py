@@ -18,7 +18,7 @@ def test_times_beside_dense_attention() -> None:
     done = bench("bench_attention.py", "--smoke", "--threads", "1")
     assert (done.code, done.left) == (0, []), done.err
     figures = re.findall(r"^(fp32|bf16) (.+?)  +([\d.]+)% +[\d.]+ +[\d.]+ \(", done.out, re.M)
-    assert len(figures) == 2 * (6 + 3 + 3), done.out
+    assert len(figures) == 2 * (6 + 4 + 3), done.out
     densities = {name: float(density) for _, name, density in figures}
     assert densities["dense"] == densities["step, dense again"] == 100
     assert densities["9 + 1 blocks of 64"] > 100  # 512 positions: all blocks, whole ones

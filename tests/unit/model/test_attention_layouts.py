@@ -157,6 +157,16 @@ def test_pairs_are_those_of_the_blocks(kind: str, causal: bool, positions: int, 
         assert pairs <= dense_pairs(positions, causal)
 
 
+def test_the_busiest_of_ranks_with_few_heads() -> None:
+    """Of strided heads every second one sees its neighbours alone."""
+    of = rule("strided", block=8, window=2, heads="different")
+    near, far = (counted(layout_of(of, 100, range(head, head + 1), 5), 100) for head in (0, 1))
+    assert far > near
+    for together, busiest in {1: far, 2: (near + far) / 2, 3: (2 * far + near) / 3}.items():
+        assert computed_pairs(of, 100, 6, together) == pytest.approx(busiest)
+    assert computed_pairs(of, 100, 5, 5) == computed_pairs(of, 100, 5)
+
+
 def counted(of: Layout, positions: int) -> int:
     sizes = [min(of.block, positions - first) for first in range(0, positions, of.block)]
     return sum(

@@ -66,7 +66,7 @@ def test_defaults_that_stand_in_for_mistakes_contradict_nothing(write: Write) ->
         ),
         (
             "parallel = {tensor = 6, sequence_parallel = true}\nmodel = {seq_len = 4, heads = 6}",
-            "parallel.tensor = 6 ranks cannot share model.seq_len = 4 positions "
+            "parallel.tensor = 6 ranks cannot share the 4 positions of model.seq_len "
             "(parallel.sequence_parallel = true): "
             "parallel.tensor = 3, 2 or 1 (for the same ranks), at most 4, "
             "or parallel.sequence_parallel = false",

@@ -78,6 +78,27 @@ def test_heads_that_see_the_same_are_told() -> None:
     (note,) = without_effect(spec(kind="fixed", heads="different", **{"global": 3}))
     assert 'heads = "different" has no effect' in note  # 4 // 3 patterns
     assert without_effect(spec(kind="fixed", heads="different", **{"global": 2})) == []
+    for keys in ({"kind": "bigbird", "random": 0}, {"kind": "fixed", "global": 0}):
+        (note,) = without_effect(spec(heads="different", **keys))
+        assert 'heads = "different" has no effect' in note
+    assert without_effect(spec(kind="variable", heads="different", random=1)) == []
+
+
+def test_shorter_sequences_of_the_schedule_are_looked_at() -> None:
+    lengths = {"schedule": Schedule(seq_len=((0, 128), (50, 512)))}
+    fits = spec(kind="longformer", **{"global": 2}).model_copy(update=lengths)
+    assert contradictions(fits) == []
+    job = spec(kind="longformer", **{"global": 3}).model_copy(update=lengths)
+    assert contradictions(job.model_copy(update={"schedule": Schedule()})) == []
+    (found,) = contradictions(job)
+    assert found.keys[-1] == "schedule.seq_len"
+    assert '3 in layer 0 ("longformer") is more than the 2 blocks of 64 that 128' in found.text
+
+
+def test_what_the_reference_keeps_is_said() -> None:
+    (note,) = without_effect(spec(kind="local", model={"kernels": "torch", "seq_len": 16384}))
+    assert "4.29 GB of scores for a sequence and layer" in note
+    assert without_effect(spec(model={"kernels": "torch"})) == []
 
 
 def test_lengths_that_never_come_are_told() -> None:

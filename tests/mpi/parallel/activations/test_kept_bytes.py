@@ -26,6 +26,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "fewer keys": {"family": "llama", "kv_heads": 4, "heads": 8, "head_dim": 8},
     "relative": {"family": "llama", "qk_norm": True, "post_norms": True, "attention_cap": 5.0},
     "blocks": {"family": "llama", "kv_heads": 4, "attention": {"kind": "bigbird", "block": 16}},
+    "blocks, cap": {
+        "family": "llama",
+        "attention_cap": 5.0,
+        "attention": {"kind": "local", "block": 16, "window": 2},
+    },
     "torch": {"family": "llama", "kernels": "torch", "norm_offset": True},
     "bert": {"family": "bert", "dropout": 0.1},
     "bert, norms before": {"family": "bert", "norm_order": "pre"},
