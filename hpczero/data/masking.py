@@ -7,13 +7,14 @@ ten by a random token, one in ten by itself. With whole words they are as many w
 that number of tokens.
 
 Two sentences are a window of text, cut somewhere in its middle half. In every second sample, on
-average, the second one does not follow the first: it is cut from any other window ("next"), or the
-two are swapped ("order").
+average, the second one does not follow the first: it is cut from any other window of the same
+source ("next"), or the two are swapped ("order").
 
 Each choice is a hash of (seed, split, sample), so that neither the layout nor a restart changes it,
 and another epoch masks other tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,31 +60,39 @@ class Masking:
         return self.model.target_count(self.seq_len)
 
     def samples(self, source: TokenSource, split: str, samples: range) -> Masked:
-        labels = self._labels(source, split, samples)
-        tokens, segments = self._texts(source, split, samples, labels)
+        windows = source.chosen(split, self.seed, samples)
+        labels = self._labels(source, split, samples, windows)
+        tokens, segments = self._texts(source, split, samples, windows, labels)
         positions, used = self._chosen(split, samples, tokens)
         targets = np.take_along_axis(tokens, positions, 1)
         self._replace(split, samples, tokens, positions, used)
         return Masked(tokens, targets, positions, used.astype(np.float32), segments, labels)
 
-    def _labels(self, source: TokenSource, split: str, samples: range) -> Tokens | None:
+    def _labels(
+        self, source: TokenSource, split: str, samples: range, windows: Sequence[int]
+    ) -> Tokens | None:
         """Return 1 where the second sentence does not follow the first; None: there is one."""
         if self.model.sentences == "none":
             return None
         apart = self._draws(split, samples, _APART, 1)[:, 0] >> np.uint64(63) > 0
-        if self.model.sentences == "next" and source.windows(split) == 1:  # there is no other
-            apart[:] = False
+        if self.model.sentences == "next":
+            has_other = [len(source.windows_beside(split, window)) > 1 for window in windows]
+            apart &= np.array(has_other, np.bool_)
         return apart.astype(np.int64)
 
     def _texts(
-        self, source: TokenSource, split: str, samples: range, labels: Tokens | None
+        self,
+        source: TokenSource,
+        split: str,
+        samples: range,
+        windows: Sequence[int],
+        labels: Tokens | None,
     ) -> tuple[Tokens, Tokens]:
         """Return texts between special tokens, and the segment of each position."""
         shape = len(samples), self.seq_len
         tokens, segments = np.empty(shape, np.int64), np.zeros(shape, np.int64)
         tokens[:, 0] = self.ids.begin
         tokens[:, -1] = self.ids.separator
-        windows = source.chosen(split, self.seed, samples)
         text = self.model.text_len(self.seq_len)
         texts = read_texts(source, split, windows, text)
         if labels is None:
@@ -92,10 +101,12 @@ class Masking:
         apart = np.flatnonzero(labels)
         seconds = texts.copy()
         if self.model.sentences == "next":
-            count = source.windows(split)
-            further = below(self._draws(split, samples, _OTHER, 1)[:, 0], count - 1)
-            others = (np.array(windows, np.int64) + 1 + further) % count
-            seconds[apart] = read_texts(source, split, others[apart].tolist(), text)
+            hashes = self._draws(split, samples, _OTHER, 1)[:, 0]
+            others = [
+                _another(source.windows_beside(split, windows[at]), windows[at], hashes[at])
+                for at in apart.tolist()
+            ]
+            seconds[apart] = read_texts(source, split, others, text)
         margin = text // 4
         cuts = margin + below(self._draws(split, samples, _CUT, 1)[:, 0], text - 2 * margin + 1)
         swaps = labels * (self.model.sentences == "order")
@@ -164,3 +175,9 @@ class Masking:
 
     def _draws(self, split: str, samples: range, use: int, count: int) -> Hashes:
         return draws(self.seed, split, samples, use, count)
+
+
+def _another(windows: range, but: int, drawn: np.uint64) -> int:
+    """Return one of at least two windows, and not this one."""
+    further = (int(drawn) >> 32) * (len(windows) - 1) >> 32  # as `below` of many
+    return windows[(but - windows.start + 1 + further) % len(windows)]

@@ -54,8 +54,8 @@ class MixtureRecord:
     """A mixture in a checkpoint, and where its order began.
 
     Sources are known by the fingerprints of their tokens. `first` is a sample, `counts` are those
-    of each source before it, `most` those that are read of it at all, `windows` those of an epoch;
-    they have the longest sequences.
+    of each source before it, `most` those that are read of it at all, `windows` those of an epoch
+    (of a source that is gone, when it was read); they have the longest sequences.
     """
 
     names: Mapping[str, str]
@@ -110,7 +110,7 @@ class MixtureRecord:
             not isinstance(record.first, int)
             or not record.weights
             or not (record.weights.keys() == record.names.keys() == record.most.keys())
-            or not record.weights.keys() == record.windows.keys()
+            or not record.weights.keys() <= record.windows.keys()
             or min(record.weights.values()) <= 0
             or not all(0 <= number < 2**62 for number in numbers)
         ):
@@ -201,6 +201,14 @@ class Mixture(TokenSource):
     def windows(self, split: str) -> int:
         return self._starts[split][-1]
 
+    def windows_beside(self, split: str, window: int) -> range:
+        starts = self._starts[split]
+        source = self._source_of(split, window)
+        return range(starts[source], starts[source + 1])
+
+    def _source_of(self, split: str, window: int) -> int:
+        return bisect_right(self._starts[split], window) - 1
+
     def chosen(self, split: str, seed: int, samples: range) -> list[int]:
         assert split == "train", "the sources of a mixture are evaluated one by one"
         if samples.stop > self.end:
@@ -214,13 +222,17 @@ class Mixture(TokenSource):
             for source, number in self._order.of_samples(samples.start, len(samples))
         ]
 
+    def samples_of_sources(self, samples: int) -> dict[str, int]:
+        counts = self.record.counts_at(samples)
+        return {name: counts[key] for key, name in self.record.names.items()}
+
     def targets(self, split: str) -> int:
         return sum(one.source.targets(split) for one in self.ingredients)
 
     def fill(self, split: str, window: int, out: np.ndarray) -> Cut | None:
-        starts = self._starts[split]
-        source = bisect_right(starts, window) - 1
-        return self.ingredients[source].source.fill(split, window - starts[source], out)
+        source = self._source_of(split, window)
+        inside = window - self._starts[split][source]
+        return self.ingredients[source].source.fill(split, inside, out)
 
     def unigram_entropy(self, split: str) -> float:
         """Nats per token of a model that knows the frequencies of ids in each source."""

@@ -4,15 +4,17 @@ On login nodes too, so that numpy is imported for token files only.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from math import inf
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpczero import env
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
+
+if TYPE_CHECKING:
+    from hpczero.data.token_source import TokenSource
 
 IDS = {"byte": 257}  # vocabularies of [data] tokenizer; `tokenizer.py` needs numpy
 
@@ -59,6 +61,21 @@ def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
     wanted = spec.train.steps * spec.train.global_batch * spec.text_len
     if spec.data.sources:
         return _of_mixture(spec, wanted, must_be_here)
+    supply = _of_source(spec, wanted, must_be_here)
+    if supply.train:
+        _opened(spec)
+    return supply
+
+
+def _opened(spec: Spec) -> "TokenSource":
+    """Open files that are here as a run does, which refuses what cannot be masked or mixed."""
+    from hpczero.data.dataset import open_source
+
+    return open_source(spec, share=lambda value: value)
+
+
+def _of_source(spec: Spec, wanted: int, must_be_here: bool) -> Supply:
+    """Count the tokens of `data.source`, of which the job reads so many."""
     if spec.data.source == "synthetic":
         return Supply(wanted, problem="random tokens, no text")
     if spec.data.source == "stdlib":
@@ -71,22 +88,19 @@ def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
             way_out = "make one with `hpczero data build -o NAME.h5 TEXT...`"
             raise InputError(f"data.source = {toml_repr(spec.data.source)}: {missing}: {way_out}")
         return Supply(wanted, problem=missing)
-    from hpczero.data.dataset import FileSource, refuse_unfit
-    from hpczero.data.objective import objective_of
+    from hpczero.data.dataset import refuse_unfit
     from hpczero.data.plain_formats import is_plain
-    from hpczero.data.plain_source import plain_source, refuse_unfit_tokens
+    from hpczero.data.plain_source import refuse_unfit_tokens
     from hpczero.data.plain_tokens import open_plain_tokens
     from hpczero.data.token_file import open_token_file
 
     if is_plain(path):
         tokens = open_plain_tokens(path, spec.data.validation_fraction)
         refuse_unfit_tokens(tokens, spec)
-        objective_of(spec, plain_source(tokens, spec))  # refuses ids that are not to be had
         train, validation = (len(tokens.splits[split]) for split in ("train", "validation"))
         return Supply(wanted, train, validation, f"tokens of {tokens.form}")
     file = open_token_file(path)
     refuse_unfit(file, spec)
-    objective_of(spec, FileSource(file, spec.text_len, spec.data.documents))
     train, validation = (len(file.splits[split].tokens) for split in ("train", "validation"))
     ids = f"{printable(file.tokenizer)}, {file.vocabulary:,} ids"
     return Supply(wanted, train, validation, ids)
@@ -95,30 +109,26 @@ def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
 def _of_mixture(spec: Spec, wanted: int, must_be_here: bool) -> Supply:
     """Return what there is of each source, and what the job reads of it by its weight."""
     weights = sum(one.weight for one in spec.data.sources)
-    found = {}
-    for one in spec.data.sources:
-        there = count_tokens(spec.of_source(one), must_be_here)
-        found[one.path] = replace(there, wanted=round(wanted * one.weight / weights))
+    found = {
+        one.path: _of_source(
+            spec.of_source(one), round(wanted * one.weight / weights), must_be_here
+        )
+        for one in spec.data.sources
+    }
     train, validation = (
         sum(getattr(one, split) for one in found.values()) for split in ("train", "validation")
     )
-    return Supply(wanted, train, validation, problem=_early_end(spec, found), sources=found)
+    are_here = train and all(one.train or path == "synthetic" for path, one in found.items())
+    problem = _early_end(spec, _opened(spec)) if are_here else ""
+    return Supply(wanted, train, validation, problem=problem, sources=found)
 
 
-def _early_end(spec: Spec, found: "Mapping[str, Supply]") -> str:
+def _early_end(spec: Spec, source: "TokenSource") -> str:
     """Return after how many samples the epochs of a new run's sources end, if the steps do not."""
-    from hpczero.data.source_order import SourceOrder, shares_of
+    from hpczero.data.mixture import Mixture
 
-    windows = [max(0, there.train - 1) // spec.text_len for there in found.values()]
-    if not all(windows) or spec.data.documents == "padded":  # not known
-        return ""
-    sources = spec.data.sources
-    most = [
-        int(one.epochs * count) if one.epochs else inf
-        for one, count in zip(sources, windows, strict=True)
-    ]
-    end = SourceOrder(shares_of([one.weight for one in sources]), most).end
-    samples = spec.train.steps * spec.train.global_batch
+    assert isinstance(source, Mixture), source
+    samples, end = spec.train.steps * spec.train.global_batch, source.end
     if end >= samples:
         return ""
     return f"their epochs end after {end:,} samples, and the steps take {samples:,}: a run refuses"

@@ -37,10 +37,18 @@ class TokenSource(Protocol):
     def windows(self, split: str) -> int:
         """Return the number of windows."""
 
+    def windows_beside(self, split: str, window: int) -> range:
+        """Return the windows of the same source, of those that a mixture has."""
+        return range(self.windows(split))
+
     def chosen(self, split: str, seed: int, samples: range) -> list[int]:
         """Return the windows that a run reads as these of its samples: by hash, in every epoch."""
         windows = self.windows(split)
         return [window(seed, windows, sample) for sample in samples]
+
+    def samples_of_sources(self, samples: int) -> dict[str, int]:
+        """Return how many of a run's first samples are of each source of a mixture, by its name."""
+        return {}
 
     def targets(self, split: str) -> int:
         """Return the number of targets in all windows."""

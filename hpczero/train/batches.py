@@ -97,6 +97,12 @@ class Batches:
         ]
         return [replace(self._read("validation", first, part, 0), by_sample=True) for part in parts]
 
+    def facts_after(self, steps: int) -> dict[str, Any]:
+        """Return what an evaluation after so many steps is told with, whatever the losses are."""
+        read = self.source.samples_of_sources(steps * self.spec.train.global_batch)
+        entropy = self.source.unigram_entropy("validation")
+        return ({"samples_of_sources": read} if read else {}) | {"unigram_entropy": entropy}
+
     def _read(self, split: str, first: int, positions: range, step: int) -> MicroBatch:
         """Read these positions of the global batch whose first sample is `first`."""
         here = range(first + positions.start, first + positions.stop)

@@ -14,6 +14,7 @@ from hpczero.spec.schema import Spec
 from hpczero.text import printable
 
 DATA = "data.fingerprint"  # in a checkpoint's identity: of a single source
+WINDOWS = "data.windows"  # in an epoch of it
 MIXTURE = "data.mixture"  # of a mixture
 
 
@@ -21,7 +22,10 @@ def identity_of_data(source: TokenSource) -> dict[str, str]:
     """Return what a run's results depend on of its data, whatever path it was read from."""
     if isinstance(source, Mixture):
         return {MIXTURE: source.record.as_text()}
-    return {DATA: str(source.describe()["fingerprint"])}
+    return {
+        DATA: str(source.describe()["fingerprint"]),
+        WINDOWS: str(source.windows("train")),
+    }
 
 
 def as_recorded(source: TokenSource, identity: Mapping[str, str]) -> TokenSource:
@@ -91,12 +95,14 @@ def continued(
         counts = _in_windows_of(new, old, old.counts_at(seen))
     elif DATA in there:
         single = there[DATA]
-        windows = new.windows.get(single, 0)
-        old = MixtureRecord({single: "data.source"}, {single: 1.0}, {single: 0}, {single: windows})
-        counts = {single: seen}
+        of_epoch = int(there.get(WINDOWS, new.windows.get(single, 0)))
+        old = MixtureRecord({single: "data.source"}, {single: 1.0}, {single: 0}, {single: of_epoch})
+        counts = _in_windows_of(new, old, {single: seen})
     else:
         return {}, []
-    return {MIXTURE: replace(new, first=begins, counts=counts).as_text()}, _changes(old, new)
+    windows = {**old.windows, **new.windows}
+    record = replace(new, first=begins, counts=counts, windows=windows)
+    return {MIXTURE: record.as_text()}, _changes(old, new)
 
 
 def _in_windows_of(
@@ -106,7 +112,7 @@ def _in_windows_of(
     found = dict(counts)
     for key, now in new.windows.items():
         before = old.windows.get(key, now)
-        if key in found and before not in (0, now):
+        if key in found and before != now and before > 0:
             found[key] = round(found[key] * now / before)
     return found
 
@@ -114,7 +120,8 @@ def _in_windows_of(
 def _rule(record: MixtureRecord) -> tuple[object, ...]:
     weights = dict(record.weights)
     shares = shares_of(list(weights.values()))
-    return list(weights), shares, dict(record.most), dict(record.windows)
+    windows = {key: record.windows[key] for key in weights}
+    return list(weights), shares, dict(record.most), windows
 
 
 def _changes(old: MixtureRecord, new: MixtureRecord) -> list[str]:

@@ -4,7 +4,7 @@ A global batch is the same whatever the ranks: each gets its part of it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +27,15 @@ class GlobalBatch:
 
     `weight`: the sum of the targets' weights over all ranks. Where each backward gets the summed
     loss of a micro-batch divided by it, the step follows the mean loss of a target.
+
+    In an evaluation of a mixture a batch is of one `source`, whose mean loss has the weight `share`
+    in that of all; the shares add up to 1. Else these are "" and 1.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     weight: float
+    source: str = ""
+    share: float = 1.0
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -92,9 +97,10 @@ def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
 
 
 def _evaluation(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
-    for of_source in of_rank.evaluations():
-        for number in range(of_source.evaluation_batches()):
-            yield _on_device(of_source.evaluation(number), engine)
+    for part, of_part in zip(of_rank.source.parts(), of_rank.evaluations(), strict=True):
+        for number in range(of_part.evaluation_batches()):
+            found = _on_device(of_part.evaluation(number), engine)
+            yield replace(found, source=part.name, share=part.weight)
 
 
 def _on_device(micro_batches: list[MicroBatch], engine: Training) -> GlobalBatch:

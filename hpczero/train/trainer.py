@@ -373,8 +373,8 @@ class Trainer:
             self._warn("gradient not finite, step skipped", step=step, **facts)
         reporter.output.step(step, metrics)
         if validation:
-            entropy = self.batches.source.unigram_entropy("validation")
-            reporter.event("eval", step=step, **validation.facts(), unigram_entropy=entropy)
+            facts = validation.facts() | self.batches.facts_after(step)
+            reporter.event("eval", step=step, **facts)
 
     def _outcome(
         self,

@@ -14,11 +14,11 @@ from torch.nn import functional
 import hpczero
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.comm.world import World
-from hpczero.data.dataset import SyntheticSource
+from hpczero.data.dataset import SyntheticSource, open_source
 from hpczero.data.mixture import MixtureRecord
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.schema import Spec
-from hpczero.train.batches import Batches
+from hpczero.train.batches import Batches, Validation, mixed
 from hpczero.train.mixed_data import MIXTURE
 from tests.support.own_loops import spec_of
 from tests.support.token_files import several_documents
@@ -175,6 +175,49 @@ def test_an_evaluation_leaves_alone_where_a_mixture_is(world: World, shared_fold
     found = mixture_at(folder)
     assert (found.first, list(found.counts.values())) == (40, [20, 20])
     assert list(found.counts_at(80).values()) == [20 + 30, 20 + 10]
+
+
+def test_an_evaluation_of_a_mixture_names_and_weighs_its_sources(
+    world: World, shared_folder: str
+) -> None:
+    """The losses are those that `hpczero run` gives."""
+    folder = Path(shared_folder)
+    if world.rank == 0:
+        for name, first in (("a", 0), ("b", 100)):
+            np.save(folder / f"{name}.npy", np.arange(3000, dtype="<u2") % 100 + first)
+    world.everyone.barrier()
+    paths = [str(folder / name) for name in ("a.npy", "b.npy")]
+    sources = [
+        {"path": path, "weight": weight} for path, weight in zip(paths, (3.0, 1.0), strict=True)
+    ]
+    data = {"sources": sources, "validation_fraction": 0.2}
+    spec = SPEC | {"output": shared_folder, "data": data}
+    spec["train"] = SPEC["train"] | {"eval_batches": 3}
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        steps = list(hpczero.data.batches(spec, engine, "validation"))
+        assert [(step.source, step.share) for step in steps] == (
+            [(paths[0], 0.75)] * 3 + [(paths[1], 0.25)] * 3
+        )
+        summed = torch.zeros(2, dtype=torch.float64)
+        weights, shares = torch.zeros(2), torch.zeros(2)
+        for step in steps:
+            at = paths.index(step.source)
+            for batch in step:
+                assert ((100 * at <= batch.tokens) & (batch.tokens < 100 * at + 100)).all()
+                summed[at] += engine(batch).item()
+            weights[at] += step.weight
+            shares[at] = step.share
+        world.everyone.all_reduce(summed)
+        agreed = Spec.model_validate(spec)
+        of_all = Batches(agreed, open_source(agreed, lambda value: value), 0, 1)
+        found = []
+        for part, evaluation in zip(of_all.source.parts(), of_all.evaluations(), strict=True):
+            whole = [batch for number in range(3) for batch in evaluation.evaluation(number)]
+            mean = sum(engine(batch).item() for batch in whole) / (3 * 5 * 9)
+            found.append((part, Validation(mean, None, 1, 1)))
+        assert (shares * summed / weights).sum().item() == pytest.approx(mixed(found).loss)
+        training = next(hpczero.data.batches(spec, engine))
+        assert (training.source, training.share) == ("", 1.0)
 
 
 def test_batches_are_of_the_steps_that_the_loop_is_at(world: World, shared_folder: str) -> None:

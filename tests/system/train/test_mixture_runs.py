@@ -98,6 +98,7 @@ def test_each_source_is_evaluated_and_eval_finds_the_same(folder: Path) -> None:
     [facts] = events(folder, "evaluated", "eval")
     of_sources = facts["validation_losses"]
     assert list(of_sources) == ["own.h5", "megatron.idx", "array.npy"]
+    assert facts["samples_of_sources"] == {"own.h5": 98, "megatron.idx": 28, "array.npy": 14}
     shares = (0.7, 0.2, 0.1)
     together = sum(share * one for share, one in zip(shares, of_sources.values(), strict=True))
     assert facts["validation_loss"] == pytest.approx(together, rel=1e-6)
@@ -140,6 +141,9 @@ def test_a_source_that_is_added_is_said_and_logged(folder: Path) -> None:
     assert "data.sources: more.npy is new, with weight 0.5" in said
     told = [line["what"] for line in events(folder, "added", "WARN")]
     assert "data.sources: more.npy is new, with weight 0.5" in told
+    # 70 samples of three sources, then 70 of which the new one has a third
+    *_, last = events(folder, "added", "eval")
+    assert list(last["samples_of_sources"].values()) == [49 + 33, 14 + 9, 7 + 5, 23]
     after = losses(folder, "added")
     assert after[:10] == before
     assert len(after) == 20

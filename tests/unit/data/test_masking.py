@@ -1,11 +1,13 @@
 """Masked samples: the published shares, whole words, sentences, and choices that are hashes."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from hpczero.cli import main
 from hpczero.data.dataset import open_source
@@ -18,6 +20,7 @@ from hpczero.spec.schema import Data, Model, Source, Spec, Train
 from hpczero.train.batches import Batches
 from tests.support.masked_samples import Texts, samples_of_ranks, texts
 from tests.support.token_files import alone, make
+from tests.support.word_pieces import trained_word_pieces
 
 IDS = SpecialIds(1000, 1001, 1002)
 SEQ = 64
@@ -242,21 +245,53 @@ def test_a_mixture_is_masked_alike_where_its_sources_are_evaluated(
         open_source(alone_, alone)
 
 
-def trained_word_pieces(folder: Path) -> Path:
-    """Return a tokenizer as BERT's are."""
-    import tokenizers
-    from tokenizers.trainers import WordPieceTrainer
+def mixed_spec(paths: Sequence[Path], weights: Sequence[float], **model: Any) -> Spec:
+    spec = spec_of("stdlib", **model)
+    pairs = zip(paths, weights, strict=True)
+    sources = tuple(Source(path=str(path), weight=weight) for path, weight in pairs)
+    data = spec.data.model_copy(update={"sources": sources, "validation_fraction": 0.0})
+    train = spec.train.model_copy(update={"eval_batches": 0})
+    return spec.model_copy(update={"data": data, "train": train})
 
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    made.decoder = tokenizers.decoders.WordPiece()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    made.train_from_iterator(
-        ["the words of text, and wording worded others otherwise"] * 9,
-        WordPieceTrainer(vocab_size=60, special_tokens=special),
-    )
-    made.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
+
+def test_the_second_sentence_is_of_the_same_source(file: Path, tmp_path: Path) -> None:
+    """Else the label could be guessed, and a small source would be read more often."""
+    paths = [file]
+    for name, first, count in (("few", 0, 500), ("one", 100, 80), ("many", 150, 9000)):
+        paths.append(tmp_path / f"{name}.npy")
+        tokens = np.random.default_rng(first).integers(first, first + 50, count)
+        np.save(paths[-1], tokens.astype(np.uint16))
+    spec = mixed_spec(paths[1:] + paths[:1], (1, 1, 1, 1), sentences="next")
+    source = open_source(spec, alone)
+    objective = objective_of(spec, source)
+    assert objective
+    found = objective.samples(source, "train", range(400))
+    assert found.labels is not None
+    assert found.target_positions is not None
+    labels_of: dict[int, list[int]] = {0: [], 100: [], 150: []}
+    for row, label in zip(restored(found), found.labels.tolist(), strict=True):
+        marks = np.flatnonzero(row == 258)
+        halves = row[1 : marks[0]], row[marks[0] + 1 : -1]
+        for first, labels in labels_of.items():
+            begins, goes_on = ((first <= half) & (half < first + 50) for half in halves)
+            if begins.all():
+                assert goes_on.all()
+                labels.append(label)
+    assert not any(labels_of[100]), "there is no other window"
+    assert all(0.3 < np.mean(labels_of[first]) < 0.7 for first in (0, 150))
+
+
+def test_samples_of_a_single_source_stay_as_they_were(file: Path) -> None:
+    digests = []
+    for sentences in ("none", "next", "order"):
+        spec = spec_of(file, sentences=sentences)
+        source = open_source(spec, alone)
+        objective = objective_of(spec, source)
+        assert objective
+        found = objective.samples(source, "train", range(5, 300))
+        arrays = [array for array in vars(found).values() if array is not None]
+        digests.append(xxhash.xxh3_64_hexdigest(b"".join(array.tobytes() for array in arrays)))
+    assert digests == ["a8b0a680772900b0", "85f8f968084d9e4f", "9f4ea4175b851357"]
 
 
 def test_special_ids_are_the_tokenizers_or_those_after_it(file: Path, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from hpczero.data.samples import window
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Source, Spec, Train
 from hpczero.train.batches import Batches, Validation, mixed
-from hpczero.train.mixed_data import DATA, MIXTURE, as_recorded, continued, identity_of_data
+from hpczero.train.mixed_data import (
+    DATA,
+    MIXTURE,
+    WINDOWS,
+    as_recorded,
+    continued,
+    identity_of_data,
+)
 from tests.support.token_files import alone, make
 
 LETTERS = ("abc", "klm", "xyz", "012")
@@ -148,6 +155,20 @@ def test_another_source_comes_with_the_next_sample_and_is_told(files: list[Path]
     assert sum(kept.values()) == 80 * BATCH
 
 
+def test_samples_that_were_read_are_counted_by_source(files: list[Path]) -> None:
+    spec = spec_of(files[:3], epochs=1.5)
+    source = mixture(spec)
+    counts = Counter[int]()
+    for step in range(40):
+        found = source.samples_of_sources(step * BATCH)
+        assert found == {str(path): counts[number] for number, path in enumerate(files[:3])}
+        counts.update(map(source_of, rows(spec, source, step)))
+    end = int(source.end)
+    most = [int(1.5 * part.source.windows("train")) for part in source.parts()]
+    assert list(source.samples_of_sources(end).values()) == most
+    assert not source.parts()[0].source.samples_of_sources(end)
+
+
 def test_a_run_on_one_source_goes_on_with_several(files: list[Path]) -> None:
     spec = spec_of(files[:3])
     single = open_source(spec.of_source(spec.data.sources[0]), alone)
@@ -195,6 +216,45 @@ def test_epochs_are_as_long_in_other_sequences(files: list[Path], times: float) 
     assert isinstance(resumed, Mixture)
     left = sum(part.source.windows("train") for part in new.parts()) - sum(record.counts.values())
     assert resumed.end == seen + left
+
+
+@pytest.mark.parametrize("times", [0.5, 2])
+def test_a_single_source_goes_on_where_it_was_in_other_sequences(
+    files: list[Path], times: float
+) -> None:
+    spec = spec_of(files[:2], (0.5, 0.5))
+    single = open_source(spec.of_source(spec.data.sources[0]), alone)
+    there = identity_of_data(single)
+    model = spec.model.model_copy(update={"seq_len": int(SEQ * times)})
+    new = mixture(spec.model_copy(update={"model": model}))
+    seen = 3 * single.windows("train") // 4
+    found, _ = continued(there, identity_of_data(new), seen, seen)
+    [count] = MixtureRecord.from_text(found[MIXTURE]).counts.values()
+    assert count / new.parts()[0].source.windows("train") == pytest.approx(0.75, abs=0.02)
+    # a checkpoint of an older version does not say how many there were
+    older, _ = continued({DATA: there[DATA]}, identity_of_data(new), seen, seen)
+    assert list(MixtureRecord.from_text(older[MIXTURE]).counts.values()) == [seen]
+    with pytest.raises(ValueError, match="invalid literal"):
+        continued({**there, WINDOWS: "many"}, identity_of_data(new), seen, seen)
+
+
+def test_a_source_that_was_gone_while_sequences_changed_goes_on_where_it_was(
+    files: list[Path],
+) -> None:
+    both, one = spec_of(files[:2], (0.5, 0.5)), spec_of(files[:1], (1.0,))
+    shorter = {"model": both.model.model_copy(update={"seq_len": SEQ // 2})}
+    seen = mixture(both).parts()[1].source.windows("train")  # half an epoch of it
+    gone, _ = continued(identity_of_data(mixture(both)), identity_of_data(mixture(one)), seen, seen)
+    again, changes = continued(gone, identity_of_data(mixture(one)), seen + BATCH, seen + BATCH)
+    assert (again, changes) == (gone, [])
+    short_one = mixture(one.model_copy(update=shorter))
+    other, _ = continued(gone, identity_of_data(short_one), seen, seen)
+    back = mixture(both.model_copy(update=shorter))
+    found, changes = continued(other, identity_of_data(back), seen, seen)
+    assert changes[-1] == f"data.sources: {files[1]} is new, with weight 0.5"
+    counts = list(MixtureRecord.from_text(found[MIXTURE]).counts.values())
+    assert counts == pytest.approx([seen, seen], abs=3)  # twice as many windows of half the length
+    assert counts[1] / back.parts()[1].source.windows("train") == pytest.approx(0.5, abs=0.02)
 
 
 def test_shorter_sequences_keep_the_shares(files: list[Path]) -> None:

@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hpczero.cli import main
+from hpczero.data.dataset import open_source
 from hpczero.data.supply import IDS, count_tokens
 from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError
-from hpczero.spec.schema import Data, Model, Spec, Train
+from hpczero.spec.schema import Data, Model, Source, Spec, Train
 from tests.support.launch import Finished, hpczero, launch
+from tests.support.token_files import alone
 
 TRAIN = Train(steps=10, global_batch=4, eval_batches=0)
 
@@ -108,6 +112,63 @@ def test_special_tokens_need_room_before_the_run(family: str, needed: int, corpu
         narrow = fits.model_copy(update={"model": model.model_copy(update={"vocab": needed - 1})})
         with pytest.raises(InputError, match=f"set model.vocab = {needed} or more"):
             count_tokens(narrow)
+
+
+def mixed(paths: list[Path | str], epochs: float = 0.0, **model: Any) -> Spec:
+    sources = tuple(Source(path=str(path), epochs=epochs) for path in paths)
+    words = model.pop("whole_words", False)
+    data = Data(sources=sources, validation_fraction=0.2, whole_words=words)
+    return Spec(data=data, model=Model(**{"seq_len": 142, "vocab": 359, **model}), train=TRAIN)
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> Path:
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(1).integers(0, 256, 4000, "<u2"))
+    return tmp_path / "tokens.npy"
+
+
+@pytest.mark.parametrize("model", [{"family": "bert", "whole_words": True}, {"family": "t5"}])
+def test_a_mixture_has_its_special_ids_from_the_tokenizer_that_is_known(
+    model: dict[str, Any], corpus: Path, array: Path
+) -> None:
+    spec = mixed([array, corpus], **model)
+    open_source(spec, alone)  # as a run does
+    found = count_tokens(spec, must_be_here=True)
+    assert (found.problem, found.train) == ("", 3200 + found.sources[str(corpus)].train)
+    assert not count_tokens(mixed([array, corpus, "synthetic"], **model)).problem
+    narrow = spec.model_copy(update={"model": spec.model.model_copy(update={"vocab": 259})})
+    with pytest.raises(InputError, match=r"model\.vocab = 259 is too small for the ids"):
+        count_tokens(narrow)
+    with pytest.raises(InputError, match=r"tokens\.npy is not known|data\.special_ids"):
+        count_tokens(mixed([array], **model))
+
+
+def test_what_cannot_be_mixed_is_refused_before_the_run(
+    corpus: Path, array: Path, tmp_path: Path
+) -> None:
+    copy, own = tmp_path / "copy.h5", tmp_path / "own.h5"
+    copy.write_bytes(corpus.read_bytes())
+    text, made = str(tmp_path / "text.jsonl"), str(tmp_path / "tokenizer.json")
+    assert main(["data", "tokenizer", "train", "-o", made, "--vocabulary", "258", text]) == 0
+    assert main(["data", "build", "-o", str(own), "--tokenizer", made, text]) == 0
+    wrong: list[tuple[Spec, str]] = [
+        (mixed([corpus, copy]), "are the same tokens"),
+        (mixed([corpus, array, own]), "tokens of several tokenizers"),
+        (mixed([corpus, array], epochs=1e-3), "sequences are none"),
+    ]
+    for spec, words in wrong:
+        with pytest.raises(InputError, match=words):
+            count_tokens(spec)
+    missing = count_tokens(mixed([corpus, copy, tmp_path / "none.h5"]))
+    assert missing.problem == "", "only where all are here"
+
+
+def test_a_mixture_whose_epochs_end_early_says_so(corpus: Path, array: Path) -> None:
+    spec = mixed([corpus, array], epochs=0.5)
+    train = TRAIN.model_copy(update={"steps": 1000})
+    found = count_tokens(spec.model_copy(update={"train": train}))
+    end = sum((there.train - 1) // 142 // 2 for there in found.sources.values())
+    assert f"epochs end after {end} samples, and the steps take 4,000: a run ref" in found.problem
 
 
 def test_check_says_it(corpus: Path) -> None:
