@@ -51,7 +51,7 @@ def build(options: argparse.Namespace) -> int:
     effort = Effort(workers=workers, most_bad=options.max_bad)
     work = output.with_name(output.name + ".partial")
     if output.exists():
-        _check_up_to_date(output, text, recipe)
+        _check_up_to_date(output, text, recipe, options.max_bad)
         with contextlib.suppress(OSError):
             remove_tree(work)  # left if a builder was killed between its last two actions
         print(f"{output} is up to date")
@@ -78,7 +78,7 @@ def _submitted(output: Path, text: Corpus, recipe: Recipe, options: argparse.Nam
     from hpczero.batch.submit_build import submit_build
 
     if output.exists():
-        _check_up_to_date(output, text, recipe)
+        _check_up_to_date(output, text, recipe, options.max_bad)
         print(f"{output} is up to date")
         return 0
     path = Path(options.tokenizer)
@@ -190,15 +190,22 @@ def _make(work: Path) -> None:
         ) from error
 
 
-def _check_up_to_date(output: Path, text: Corpus, recipe: Recipe) -> None:
+def _check_up_to_date(output: Path, text: Corpus, recipe: Recipe, most_bad: int) -> None:
     try:
-        same = is_up_to_date(open_token_file(output), text, recipe)
+        file = open_token_file(output)
+        same = is_up_to_date(file, text, recipe)
     except InputError as error:
         raise InputError(f"the output exists, and is left alone: {error}") from error
     if not same:
         raise InputError(
             f"{output} exists, and was made from other text or with other parameters: "
             "remove it, or choose another output"
+        )
+    if file.bad_records > most_bad:
+        raise InputError(
+            f"{output} exists, and {file.bad_records:,} bad records were left out of it, while "
+            f"--max-bad is {most_bad:,}: --max-bad {file.bad_records} takes it as it is; else mend "
+            "the text, and remove it or choose another output"
         )
 
 
@@ -207,6 +214,7 @@ def _facts(file: TokenFile) -> dict[str, Any]:
         "bytes": file.path.stat().st_size,
         "bytes_per_token": file.splits["train"].tokens.itemsize,
         "validation_fraction": file.validation_fraction,
+        "bad_records": file.bad_records,
         "block_checksums": file.has_checksums,
         "unigram_entropy": {name: split.entropy() for name, split in file.splits.items()},
     }

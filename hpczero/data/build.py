@@ -50,7 +50,7 @@ def build_token_file(
         ):
             reader.read()
         _report(reader.state, corpus, listener)
-        attributes = recipe.attributes(corpus.inputs)
+        attributes = recipe.attributes(corpus.inputs) | reader.state.attributes()
         assembled = work / "assembled.h5"
         write_token_file(assembled, recipe.tokenizer, attributes, reader.raw, listener.copied)
         replace_file(assembled, output)
@@ -75,7 +75,7 @@ def build_in_one_go(corpus: Corpus, output: Path, recipe: Recipe, listener: List
             reader.read()
             _report(reader.state, corpus, listener)
             encoding = recipe.tokenizer
-            attributes = recipe.attributes(corpus.inputs)
+            attributes = recipe.attributes(corpus.inputs) | reader.state.attributes()
             fill_token_file(output, descriptor, encoding, attributes, reader.raw, listener.copied)
         # A file that another builder has put there meanwhile has the same bytes.
         with writing(output), suppress(FileExistsError):

@@ -74,7 +74,9 @@ class Reader:
         self._fraction = recipe.validation_fraction
         self._tokenizer = recipe.tokenizer
         self._field = recipe.field
-        found = resumed(inputs, recipe, work, listener.said) if effort.commit_every else None
+        found = None
+        if effort.commit_every:
+            found = resumed(inputs, recipe, work, listener.said, effort.most_bad)
         self.state = found or BuildState(recipe.facts())
         self._digest = digest_of(inputs[: self.state.done])
         self._total = sum(source.size for source in inputs)

@@ -11,6 +11,7 @@ import xxhash
 from hpczero.data.corpus import FIELD, Input, Place
 from hpczero.data.raw_files import writing
 from hpczero.data.tokenizer import ByteTokenizer, Tokenizer
+from hpczero.errors import InputError
 from hpczero.safe_files import written_durably
 
 BUILDER = 1  # raised when the same text would give another token file
@@ -80,6 +81,10 @@ class BuildState:
     empty: Problems = field(default_factory=Problems)  # files
     bad: Problems = field(default_factory=Problems)  # records
 
+    def attributes(self) -> dict[str, int]:
+        """Return the token file's attributes for what was left out, if anything was."""
+        return {"bad_records": self.bad.count} if self.bad.count else {}
+
     @property
     def place(self) -> Place:
         return Place(self.position, self.number)
@@ -99,9 +104,12 @@ def has_journal(work: Path) -> bool:
 
 
 def resumed(
-    inputs: list[Input], recipe: Recipe, work: Path, said: Callable[[str], None]
+    inputs: list[Input], recipe: Recipe, work: Path, said: Callable[[str], None], most_bad: int
 ) -> BuildState | None:
-    """Return the journal's state; None, with a message, if it cannot be used; None without one."""
+    """Return the journal's state; None, with a message, if it cannot be used; None without one.
+
+    InputError if more bad records were left out than may be.
+    """
     try:
         content = json.loads((work / _NAME).read_text(encoding="utf-8"))
         for name in {"replaced", "unreadable", "empty", "bad"} & content.keys():
@@ -123,6 +131,12 @@ def resumed(
     if why:
         said(f"starting over: {why}")
         return None
+    if state.bad.count > most_bad:
+        raise InputError(
+            f"{work} is a build that left out {state.bad.count:,} bad records so far ({state.bad}),"
+            f" and --max-bad is {most_bad:,}: --max-bad {state.bad.count} goes on with it; without "
+            "that folder it begins anew"
+        )
     inside = f", {_amount(state)} of the next" if state.position else ""
     said(f"resuming after {state.done} of {len(inputs)} files{inside}")
     return state

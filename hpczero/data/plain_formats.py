@@ -144,10 +144,11 @@ def _datatrove(folder: Path, files: Sequence[Path]) -> Found:
             )
         if count:
             widths.add(width)
-    if len(widths) != 1:
+    if len(widths) > 1:
         raise InputError(f"{folder} has tokens of {sorted(widths)} bytes: all must have as many")
     runs = [Run(path, 0, count) for path, count in zip(files, counts, strict=True) if count]
-    return Found("datatrove", np.dtype(f"<u{widths.pop()}"), runs, _Joined(ends, counts))
+    dtype = np.dtype(f"<u{widths.pop()}" if widths else "<u2")
+    return Found("datatrove", dtype, runs, _Joined(ends, counts))
 
 
 class _Joined(Sequence[int]):

@@ -145,16 +145,18 @@ def open_plain_tokens(path: Path, validation_fraction: float) -> PlainTokens:
 
 def _opened(path: Path, found: Found, validation_fraction: float) -> PlainTokens:
     tokens = RunReader(found.runs, found.dtype)
+    if not len(tokens):
+        raise InputError(f"{path} has no tokens, as files of {found.form}: copy or make it again")
     samples = list(_samples(tokens))
     digest = xxhash.xxh3_128(f"{found.form} {found.dtype.str}".encode())
     for run in found.runs:
         digest.update(b"%d " % run.count)
     for sample in samples:
         digest.update(sample.tobytes())
-    sample = np.concatenate(samples) if samples else np.zeros(0, np.int64)
-    if len(sample) and int(sample.min()) < 0:
+    sample = np.concatenate(samples)
+    if int(sample.min()) < 0:
         raise InputError(f"{path} holds the number {int(sample.min())}, which is no token")
-    largest = int(sample.max()) if len(sample) else -1
+    largest = int(sample.max())
     if largest >= 2**32:
         raise InputError(f"{path} holds the number {largest:,}: a token is less than 2**32")
     total = len(tokens)
@@ -182,8 +184,7 @@ def _samples(tokens: RunReader) -> Iterator[np.ndarray]:
     """Yield pieces from all over the text; all of a short one."""
     total = len(tokens)
     if total <= _SAMPLES * _SAMPLE:
-        if total:
-            yield tokens.read(0, total)
+        yield tokens.read(0, total)
         return
     for number in range(_SAMPLES):
         start = number * (total - _SAMPLE) // (_SAMPLES - 1)

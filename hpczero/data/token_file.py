@@ -45,6 +45,7 @@ _ATTRIBUTES = {
     "inputs": str,
     "fingerprint": str,
 }
+_BAD_RECORDS = "bad_records"  # attribute of files of which some were left out
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class TokenFile:
     fingerprint: str  # xxh3 of the tokens
     splits: dict[str, Split]
     tokenizer_files: Mapping[str, np.ndarray] = field(default_factory=dict)
+    bad_records: int = 0  # of the text that were left out; older files do not say it
 
     def made_with(self) -> Tokenizer:
         """Return the tokenizer; InputError if it is not in the file, or is not the one named."""
@@ -212,9 +214,10 @@ def _read(path: Path, descriptor: int) -> TokenFile:
     for name in ("tokenizer", "inputs", "fingerprint"):
         if len(facts[name]) > _LONGEST_TEXT:
             raise NotPlain(f"attribute {name} has more than {_LONGEST_TEXT} characters")
+    bad = _attribute(file, _BAD_RECORDS, int) or 0
     splits = {name: _read_split(file, descriptor, name, facts["vocabulary"]) for name in SPLITS}
     kept = _read_tokenizer(file, descriptor)
-    return TokenFile(path=path, splits=splits, tokenizer_files=kept, **facts)
+    return TokenFile(path=path, splits=splits, tokenizer_files=kept, bad_records=bad, **facts)
 
 
 def _read_tokenizer(file: UntrustedFile, descriptor: int) -> dict[str, np.ndarray]:

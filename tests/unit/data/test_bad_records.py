@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from hpczero.cli import main
+from hpczero.data.build import build_token_file
+from hpczero.data.corpus import find
+from hpczero.data.encode import Effort
+from hpczero.data.journal import Recipe
 from hpczero.data.token_file import open_token_file
+from tests.support.token_files import Heard
 
 zstd = pytest.importorskip("backports.zstd", reason="Zstandard needs backports.zstd")
 pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
@@ -165,6 +170,55 @@ def test_so_many_bad_records_are_left_out_and_told(
     assert told.out.count("WARN left out: ") == 5
     made = open_token_file(tmp_path / "made.h5")
     assert sum(split.documents for split in made.splits.values()) == 1200
+
+
+def three_bad(folder: Path) -> Path:
+    text = folder / "a.jsonl"
+    text.write_bytes(GOOD + b"{}\nno\n{}\n" + GOOD)
+    return text
+
+
+def test_what_was_left_out_of_an_output_is_not_up_to_date_for_fewer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_bad(tmp_path)
+    assert build(tmp_path, "--max-bad", "3") == 0
+    assert open_token_file(tmp_path / "made.h5").bad_records == 3
+    for most, code, words in (
+        ("2", 2, "3 bad records were left out of it, while --max-bad is 2: --max-bad 3 takes it"),
+        ("0", 2, "--max-bad is 0"),
+        ("3", 0, "is up to date"),
+        ("9", 0, "is up to date"),
+    ):
+        capsys.readouterr()
+        assert build(tmp_path, "--max-bad", most) == code
+        told = capsys.readouterr()
+        assert words in told.out + told.err
+        assert len((told.out + told.err).splitlines()) == 1
+
+
+def test_a_build_goes_on_only_with_as_many_bad_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = three_bad(tmp_path)
+    work, output = tmp_path / "made.h5.partial", tmp_path / "made.h5"
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    effort = Effort(commit_every=1, most_bad=3)
+    with pytest.raises(KeyboardInterrupt):
+        build_token_file(find([str(text)]), output, Recipe(), work, Heard(900, stop), effort)
+    words = ["data", "build", "-o", str(output), str(text), "--max-bad"]
+    assert main([*words, "2"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "left out 3 bad records so far" in told.err
+    assert "a.jsonl:601: " in told.err
+    assert "--max-bad is 2: --max-bad 3 goes on with it" in told.err
+    assert main([*words, "3"]) == 0
+    assert "resuming after 0 of 1 files, 899 records" in capsys.readouterr().out
+    assert open_token_file(output).bad_records == 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpczero.cli import main
 from hpczero.data.dataset import open_source
 from hpczero.data.plain_tokens import open_plain_tokens
 from hpczero.data.supply import count_tokens
@@ -174,6 +175,12 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         ),
         "tokens are whole numbers",
     ),
+    "empty files": (lambda folder: write_datatrove(folder / "text", [[], []]), "has no tokens"),
+    "no sequences": (lambda folder: write_megatron(folder / "text", []), "has no tokens"),
+    "an empty array": (
+        lambda folder: np.save(folder / "a.npy", np.zeros(0, "<u2")) or folder / "a.npy",
+        "has no tokens, as files of numpy",
+    ),
     "one document that ends nowhere": (
         lambda folder: changed(folder_of(folder, ".index"), 8 * 320, struct.pack("<q", 10**9)),
         "its index is damaged",
@@ -186,6 +193,25 @@ def test_a_single_file_of_datatrove_is_read(tmp_path: Path) -> None:
     whole = open_source(spec_of(tmp_path / "text"), alone)
     one = open_source(spec_of(tmp_path / "text" / "00000_unshuffled.ds"), alone)
     assert one.describe()["tokens"] == whole.describe()["tokens"]
+
+
+@pytest.mark.parametrize("is_one", [False, True])
+def test_empty_files_of_datatrove_are_said_by_every_command(
+    is_one: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_datatrove(tmp_path / "text", [[]])
+    before = sorted(tmp_path.rglob("*"))
+    if is_one:
+        path /= "00000_unshuffled.ds"
+    assert main(["data", "show", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        f"hpczero: {path} has no tokens, as files of datatrove: copy or make it again"
+    ]
+    with pytest.raises(InputError, match="has no tokens"):
+        count_tokens(spec_of(path))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
