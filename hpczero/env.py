@@ -71,8 +71,14 @@ def use_numba_cache(folder: Path) -> None:
 
 
 def encode_by_one_thread() -> None:
-    """Have the package `tokenizers` use one core of this process, whatever there are."""
+    """Have tokenizers use one core of this process, whatever there are."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encoding_threads() -> int:
+    """Return the threads that encode: the package `tokenizers` asks the same variable."""
+    by_one = variable("TOKENIZERS_PARALLELISM") in {"false", "off", "no", "n", "f", "0"}
+    return 1 if by_one else max(1, len(os.sched_getaffinity(0)))
 
 
 def for_trackers() -> None:

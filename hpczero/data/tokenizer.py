@@ -6,7 +6,6 @@ encoded as the letters that it is.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -187,7 +186,7 @@ class SentencePieceTokenizer:
         self.name = f"{SENTENCEPIECE} {_digest(files, self.end)}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        threads = max(1, len(os.sched_getaffinity(0)))
+        threads = env.encoding_threads()
         found = self._made.encode(list(texts), out_type=int, num_threads=threads)
         return [np.array(one, dtype=np.uint32) for one in found]
 

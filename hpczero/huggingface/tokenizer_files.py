@@ -23,6 +23,8 @@ _ROLES = {
     "bert": {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"},
     "t5": {"pad_token": "<pad>", "eos_token": "</s>"},
 }
+# no tokens of samples: roles only of tokenizers that have them
+_ROLES_IF_KNOWN = {"bert": {"pad_token": "[PAD]", "unk_token": "[UNK]"}}
 
 
 def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
@@ -47,7 +49,7 @@ def tokenizer_files(tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
         return files
     if JSON in files:
         return _with_marks(files, tokenizer, model)
-    settings = _table(files[SETTINGS]) | _ROLES[model.family]
+    settings = _with_roles(_table(files[SETTINGS]), tokenizer, model)
     if model.family == "t5":
         # the class that ends texts with </s>; with extra_ids it would add sentinels of its own
         settings |= {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
@@ -70,12 +72,12 @@ def _sentinels(tokenizer: Tokenizer, model: Model) -> dict[str, Any]:
 def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer, model: Model) -> dict[str, bytes]:
     """Add the special tokens that a tokenizer lacks, and say where they stand in a text."""
     content, settings = json.loads(files[JSON]), _table(files[SETTINGS])
-    ids, roles = special_ids(model, tokenizer), _ROLES[model.family]
+    ids = special_ids(model, tokenizer)
     new = [name for name in ids if not knows(tokenizer, name)]
     content.setdefault("added_tokens", []).extend(_added(name, ids[name]) for name in new)
     content["post_processor"] = _template(model.family, ids)
-    settings |= roles
-    if without_role := [name for name in new if name not in roles.values()]:
+    settings = _with_roles(settings, tokenizer, model)
+    if without_role := [name for name in new if name not in _ROLES[model.family].values()]:
         # the key of older settings, which newer versions read too, unless they have their own
         key = "extra_special_tokens"
         if not isinstance(settings.get(key), list):
@@ -83,6 +85,16 @@ def _with_marks(files: dict[str, bytes], tokenizer: Tokenizer, model: Model) -> 
         others = settings.get(key)
         settings[key] = [*(others if isinstance(others, list) else []), *without_role]
     return files | {JSON: as_json(content), SETTINGS: as_json(settings)}
+
+
+def _with_roles(settings: dict[str, Any], tokenizer: Tokenizer, model: Model) -> dict[str, Any]:
+    """Name the tokens of samples, and those for padding and unknown text where nothing does."""
+    more = {
+        role: name
+        for role, name in _ROLES_IF_KNOWN.get(model.family, {}).items()
+        if not settings.get(role) and knows(tokenizer, name)
+    }
+    return settings | more | _ROLES[model.family]
 
 
 def _table(content: bytes) -> dict[str, Any]:

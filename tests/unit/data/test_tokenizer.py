@@ -13,6 +13,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
+from hpczero import env
 from hpczero.cli import main
 from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
@@ -216,6 +217,25 @@ def test_killed_while_it_encodes_it_goes_on_to_the_same_bytes(
     build("a.h5", heard)
     assert heard.lines[0].startswith("resuming after")
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_a_worker_encodes_by_one_thread(pieces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece as well as `tokenizers`; each worker has a core of its own."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # and unset it behind the test
+    ours: Any = tokenizer(str(pieces))
+    encode, threads = ours._made.encode, list[int]()
+
+    def seen(texts: list[str], num_threads: int, **more: Any) -> Any:
+        threads.append(num_threads)
+        return encode(texts, num_threads=num_threads, **more)
+
+    monkeypatch.setattr(ours._made, "encode", seen)
+    before = ours.encode(TEXTS)
+    env.encode_by_one_thread()
+    after = ours.encode(TEXTS)
+    assert threads == [3, 1]
+    assert all(map(np.array_equal, before, after))
 
 
 def test_bytes() -> None:

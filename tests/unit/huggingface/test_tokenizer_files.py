@@ -23,6 +23,7 @@ from hpczero.data.tokenizer import (
 from hpczero.huggingface.tokenizer_files import as_json, signs_of_bytes, tokenizer_files
 from hpczero.spec.model import Model
 from tests.support.inference import model_of, random_run
+from tests.support.word_pieces import trained_word_pieces
 
 SIGNS = ["a", "B", " ", "  ", "\n", "\t", "é", "世", "🙂", "'s", "0", "12", "</s>", "\x00", "\x7f"]
 SIGNS += ["def ", "self", "(", ")", "\r\n", "\u200d", "import", "Ω", "\u00ad", "\u00a0"]
@@ -238,6 +239,38 @@ def test_pieces_of_bert_have_its_names_and_no_template(
     assert "WARN transformers puts no [CLS] and [SEP] around" in capsys.readouterr().out
     settings = json.loads((tmp_path / "out" / SETTINGS).read_text())
     assert (settings["cls_token"], settings["mask_token"]) == ("[CLS]", "[MASK]")
+
+
+def test_a_tokenizer_of_bert_pads_a_batch(tmp_path: Path) -> None:
+    ours = tokenizer(str(trained_word_pieces(tmp_path)))  # without settings beside it
+    model = model_of("gpt", family="bert", vocab=60)
+    files = tokenizer_files(ours, model)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.pad_token, theirs.unk_token) == ("[PAD]", "[UNK]")
+    long, short = (tokens.tolist() for tokens in ours.encode(["the words of others", "text"]))
+    batch = theirs(["the words of others", "text"], padding=True)
+    assert batch.input_ids[0] == [2, *long, 3]
+    assert batch.input_ids[1] == [2, *short, 3] + [0] * (len(long) - len(short))
+    assert batch.attention_mask[1] == [1] * (len(short) + 2) + [0] * (len(long) - len(short))
+    # what settings say stays
+    own = from_files(ours.files | {SETTINGS: as_json({"pad_token": "[UNK]", "unk_token": None})})
+    settings = json.loads(tokenizer_files(own, model)[SETTINGS])
+    assert (settings["pad_token"], settings["unk_token"]) == ("[UNK]", "[UNK]")
+
+
+def test_a_tokenizer_of_bytes_pads_by_a_token_that_one_names(tmp_path: Path) -> None:
+    for name, content in tokenizer_files(
+        tokenizer("byte"), model_of("gpt", family="bert", vocab=260)
+    ).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.pad_token is None
+    theirs.pad_token = "[SEP]"
+    batch = theirs(["abc", "d"], padding=True)
+    assert batch.input_ids == [[257, *b"abc", 258], [257, *b"d", 258, 258, 258]]
+    assert batch.attention_mask[1] == [1, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("key", ["extra_special_tokens", "additional_special_tokens"])
