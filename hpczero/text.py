@@ -6,6 +6,7 @@ What a message shows of a value is one line, has no control characters, and is c
 import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +15,7 @@ from hpczero.errors import escaped
 _LONGEST = 60
 _MOST_ITEMS = 8
 _FEW = 5
+_NEAREST = 3  # names that a pattern may have meant
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -60,6 +62,12 @@ def first_few(words: Sequence[str], between: str = ", ") -> str:
     """Return "a, b, c, d, e and 3 more"."""
     more = f" and {len(words) - _FEW:,} more" if len(words) > _FEW else ""
     return between.join(words[:_FEW]) + more
+
+
+def matches_nothing(pattern: str, names: Sequence[str]) -> str:
+    """Return "'layer.*' matches no parameter; the nearest names are …"."""
+    nearest = get_close_matches(pattern.replace("*", ""), names, _NEAREST, 0.0)
+    return f"{pattern!r} matches no parameter; the nearest names are {', '.join(nearest)}"
 
 
 def shorten(words: Sequence[str], most: int) -> list[str]:

@@ -24,7 +24,7 @@ from hpczero.planner.trade import node_counts, pareto, why
 from hpczero.safe_files import write_new
 from hpczero.spec.keys import keys, no_such_key
 from hpczero.spec.load import load, to_toml
-from hpczero.spec.rules import contradictions
+from hpczero.spec.rules import contradictions, unavailable
 from hpczero.spec.schema import Spec
 from hpczero.text import join_words, parse_duration, printable, toml_repr
 
@@ -129,6 +129,8 @@ class Job:
         self.named.cluster.products(spec.train.precision)  # InputError if there is no rate
         for contradiction in contradictions(spec):
             raise InputError(f"{contradiction.text} (on the devices of {self.named.name})")
+        if known(spec.model) and (missing := unavailable(spec)):
+            raise InputError("; ".join(missing))
         return spec
 
     @cached_property

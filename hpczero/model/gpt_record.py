@@ -56,7 +56,14 @@ def block(name: str, model: Model, normal: Initial, into_residual: Initial) -> L
     feed_forward = f"{name}.feed_forward"
     parameters = (
         *norm_parameters(f"{attention}.norm", hidden),
-        Parameter(f"{attention}.qkv.weight", (3, inner, hidden), normal, split=1, grain=grain),
+        Parameter(
+            f"{attention}.qkv.weight",
+            (3, inner, hidden),
+            normal,
+            split=1,
+            grain=grain,
+            is_stack=True,
+        ),
         Parameter(f"{attention}.qkv.bias", (3, inner), ZEROS, split=1, grain=grain),
         Parameter(
             f"{attention}.output.weight", (hidden, inner), into_residual, split=1, grain=grain

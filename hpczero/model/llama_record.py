@@ -3,6 +3,8 @@
 Initial values are GPT-2's (Radford et al. 2019). The torch model is `model/llama.py`.
 """
 
+from typing import Any
+
 from hpczero.model.attention_layouts import rules_of
 from hpczero.model.layer_work import core, inside_attention, keys_counted, of_embedding, of_head
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_layers
@@ -62,7 +64,7 @@ def _attention(name: str, model: Model) -> list[Parameter]:
         ("key", of_keys, grain, 0),
         ("value", of_keys, grain, 0),
     ):
-        cut = {"split": 0, "grain": coarse, "fine_grain": fine}
+        cut: dict[str, Any] = {"split": 0, "grain": coarse, "fine_grain": fine}
         parameters.append(
             Parameter(f"{name}.inputs.{part}.weight", (width, hidden), _NORMAL, **cut)
         )
@@ -84,7 +86,7 @@ def _feed_forward(block: str, model: Model) -> list[Parameter]:
     smaller = Initial("normal", _NORMAL.std / (2 * model.layers) ** 0.5)
     parameters = [
         _norm(f"{name}.norm", model, hidden),
-        Parameter(f"{name}.up.weight", (2, wide, hidden), _NORMAL, split=1),
+        Parameter(f"{name}.up.weight", (2, wide, hidden), _NORMAL, split=1, is_stack=True),
     ]
     if model.ffn_bias:
         parameters.append(Parameter(f"{name}.up.bias", (2, wide), ZEROS, split=1))

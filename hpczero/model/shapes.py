@@ -37,6 +37,7 @@ class Parameter:
     # the grain among more ranks than there are grains; 0: each of them holds the whole parameter
     fine_grain: int | None = None  # None: as ever, and some ranks have none
     sections: int = 1  # equal parts along `split` of which each is cut (fused maps)
+    is_stack: bool = False  # of linear maps, numbered by the first dimension (fused maps, too)
 
     @property
     def size(self) -> int:
@@ -62,6 +63,11 @@ class Parameter:
     def decays(self) -> bool:
         """Return True for a matrix: weight decay does not apply to biases and norms."""
         return len(self.shape) > 1
+
+    @property
+    def is_bias(self) -> bool:
+        """Return True for a bias, that of a fused map with a row for each map among them."""
+        return self.name.rpartition(".")[2] == "bias"
 
 
 BLOCKS = ("blocks", "encoder", "decoder")  # kinds of layers

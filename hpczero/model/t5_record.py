@@ -90,7 +90,7 @@ def _cross_attention(name: str, model: Model) -> tuple[Parameter, ...]:
     return (
         _norm(f"{name}.norm", model),
         _heads(f"{name}.query", model, (model.hidden * head_dim(model)) ** -0.5),
-        replace(memory, shape=(2, *memory.shape), split=1),
+        replace(memory, shape=(2, *memory.shape), split=1, is_stack=True),
         _output(name, model),
     )
 
@@ -116,7 +116,7 @@ def _feed_forward(name: str, model: Model) -> tuple[Parameter, ...]:
     of_up, of_down = (Initial("normal", width**-0.5) for width in (hidden, wide))
     up = Parameter(f"{name}.up.weight", (wide, hidden), of_up, split=0)
     if gate(model):
-        up = replace(up, shape=(2, *up.shape), split=1)
+        up = replace(up, shape=(2, *up.shape), split=1, is_stack=True)
     return (
         _norm(f"{name}.norm", model),
         up,

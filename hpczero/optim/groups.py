@@ -1,13 +1,11 @@
 """Groups of parameters, by patterns of their names (pure)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from hpczero.errors import InputError
-
-_SHOWN = 3  # names that a pattern may have meant
+from hpczero.text import matches_nothing
 
 
 def first_matches(patterns: Iterable[str], names: Sequence[str], what: str) -> dict[str, str]:
@@ -20,11 +18,7 @@ def first_matches(patterns: Iterable[str], names: Sequence[str], what: str) -> d
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            nearest = get_close_matches(pattern.replace("*", ""), names, _SHOWN, 0.0)
-            raise InputError(
-                f"{what}: {pattern!r} matches no parameter; the nearest names are "
-                f"{', '.join(nearest)}"
-            )
+            raise InputError(f"{what}: {matches_nothing(pattern, names)}")
         new = [name for name in matching if name not in found]
         if not new:
             earlier = found[matching[0]]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from math import prod
 
 from hpczero.model.shapes import Parameter
 from hpczero.model.work import Product
@@ -14,11 +13,20 @@ STEPS = 5  # of Newton and Schulz
 def is_matrix(parameter: Parameter, optimizer: Optimizer) -> bool:
     """Return True for a matrix, or a stack of them, that Muon steps.
 
-    AdamW steps the other parameters: biases, norms, and what `optimizer.not_muon` names.
+    AdamW steps the other parameters: biases, norms, what `optimizer.not_muon` names, and whatever
+    has three dimensions or more and is no stack of hpczero's own models (convolutions, tokens).
     """
-    if len(parameter.shape) not in (2, 3):
+    if parameter.is_bias or len(parameter.shape) != 2 + parameter.is_stack:
         return False
     return not any(fnmatchcase(parameter.name, pattern) for pattern in optimizer.not_muon)
+
+
+def stack_dim(parameter: Parameter) -> int:
+    """Return the dimension of `divided`, of three, that numbers matrices.
+
+    It is the first, but for sections side by side, as in a weight [inputs, outputs].
+    """
+    return 1 if parameter.sections > 1 and parameter.split == 1 else 0
 
 
 def stack_shape(parameter: Parameter) -> tuple[int, int, int]:
@@ -26,8 +34,10 @@ def stack_shape(parameter: Parameter) -> tuple[int, int, int]:
 
     A fused map is one for each of its sections.
     """
-    *stack, rows, columns = parameter.divided
-    return prod(stack), rows, columns
+    stack = list(parameter.divided)
+    count = stack.pop(stack_dim(parameter)) if len(stack) > 2 else 1
+    rows, columns = stack
+    return count, rows, columns
 
 
 def products(parameter: Parameter) -> list[Product]:

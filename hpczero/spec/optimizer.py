@@ -52,11 +52,12 @@ class Optimizer(Table):
     momentum: Decay = key(0.95, "changeable", "muon only: decay of the momentum of matrices")
     not_muon: tuple[Line, ...] = key(
         (
-            *("*.bias", "*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*"),
+            *("*embed*", "head.*", "*lm_head*", "*wte*", "*wpe*", "shared.*", "*.shared.*"),
             *("positions.*", "*relative_attention_bias*"),
         ),
         "changeable",
-        "muon only: names of matrices that AdamW steps, as in a shell",
+        "muon only: names of matrices that AdamW steps, as in a shell; each but these "
+        "defaults must match a parameter (biases and convolutions are no matrices anyway)",
         strict=False,
     )
     freeze: int = key(

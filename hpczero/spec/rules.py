@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 
 from hpczero.errors import InputError
-from hpczero.model.families import known, layer_count
+from hpczero.model.families import known, layer_count, layers
 from hpczero.spec.keys import Contradiction
 from hpczero.spec.rules_of_data import RULES as OF_DATA
 from hpczero.spec.rules_of_families import RULES as OF_FAMILIES
 from hpczero.spec.rules_of_families import unused_by_llama
 from hpczero.spec.rules_of_optimizers import RULES as OF_OPTIMIZERS
-from hpczero.spec.rules_of_optimizers import without_effect_of_optimizers
+from hpczero.spec.rules_of_optimizers import without_effect_of_optimizers, without_parameters
 from hpczero.spec.rules_of_replicas import RULES as OF_REPLICAS
 from hpczero.spec.rules_of_replicas import without_effect_of_replicas
 from hpczero.spec.rules_of_sequences import RULES as OF_SEQUENCES
@@ -27,14 +27,25 @@ def contradictions(spec: Spec) -> list[Contradiction]:
 
 
 def unavailable(spec: Spec) -> list[str]:
-    """Return the settings that the spec may have, but that this version cannot run yet."""
-    if spec.parallel.tensor == 1 or known(spec.model):
+    """Return the settings that the spec may have, but that cannot be run: not yet, or not with
+    this model.
+    """
+    if known(spec.model):
+        return _without_parameters(spec)
+    if spec.parallel.tensor == 1:
         return []
     return [
         f"parallel.tensor = {spec.parallel.tensor} with model.family = "
         f'"{spec.model.family}": nothing says how the layers of a model of one\'s own are shared '
         "out; set it to 1 (parallel.pipeline and zero.stage cut it up too)"
     ]
+
+
+def _without_parameters(spec: Spec) -> list[str]:
+    if spec.optimizer.not_muon == type(spec.optimizer)().not_muon:
+        return []
+    names = [parameter.name for layer in layers(spec.model) for parameter in layer.parameters]
+    return without_parameters(spec.optimizer, names)
 
 
 def without_effect(spec: Spec) -> list[str]:

@@ -1,11 +1,12 @@
 """Keys of [optimizer] and [schedule] that are each allowed, but not together (pure)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from hpczero.spec.keys import Contradiction
 from hpczero.spec.optimizer import Optimizer, Schedule
 from hpczero.spec.schema import Spec
-from hpczero.text import toml_repr
+from hpczero.text import matches_nothing, toml_repr
 
 _OF_MUON = ("momentum", "not_muon")
 _UNREAD = {"lion": ("eps",)}  # by others
@@ -42,6 +43,22 @@ def _power(spec: Spec) -> Iterator[Contradiction]:
 
 
 RULES = (_not_adamw, _power)
+
+
+def without_parameters(optimizer: Optimizer, names: Sequence[str]) -> list[str]:
+    """Return complaints about patterns of `not_muon` that match none of the parameters' names.
+
+    The default's are for any model.
+    """
+    if optimizer.name != "muon":
+        return []
+    return [
+        f"optimizer.not_muon: {matches_nothing(pattern, names)}: write it as one of them, or leave "
+        "it out"
+        for pattern in optimizer.not_muon
+        if pattern not in Optimizer().not_muon
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def without_effect_of_optimizers(spec: Spec) -> list[str]:

@@ -382,9 +382,9 @@ def _problems(spec: Spec, has_plan: bool) -> list[str]:
 
 def _planned(wanted: UpdateWanted, spec: Spec, layers: Sequence[Layer], world: World) -> UpdatePlan:
     """Plan the update; InputError on all ranks where it cannot be. Collective."""
-    names = [parameter.name for layer in layers for parameter in layer.parameters]
+    parameters = [parameter for layer in layers for parameter in layer.parameters]
     device = world.device.torch
-    return world.run_on_all(lambda: plan_update(wanted, spec.optimizer, names, device))
+    return world.run_on_all(lambda: plan_update(wanted, spec.optimizer, parameters, device))
 
 
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:

@@ -23,9 +23,10 @@ from hpczero.model import build, families
 from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.step import StepRunner
-from hpczero.parallel.user_module import layers_of
+from hpczero.parallel.user_module import layers_of, trained_parameters
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
+from hpczero.spec.rules_of_optimizers import without_parameters
 from hpczero.spec.schema import Spec
 from hpczero.text import format_loss
 from hpczero.train import preflight, process, run_directory, setup
@@ -96,6 +97,8 @@ def _prepare(
     if _is_finished(world, spec, options.fresh):
         return None
     user_model = None if families.known(spec.model) else make_user_model(spec, world, grid)
+    if user_model:
+        _refuse_patterns_without_parameters(spec, user_model)
     layers = _layers(spec, user_model)
     carried_out = spec
     if layers:
@@ -122,6 +125,12 @@ def _is_finished(world: World, spec: Spec, fresh: bool) -> bool:
         result = f"all {done['steps']} steps are done (final loss {loss})"
         print(f"{run_directory.path_of(spec)}: {result}; --fresh starts anew")
     return bool(done)
+
+
+def _refuse_patterns_without_parameters(spec: Spec, user_model: UserModel) -> None:
+    names = list(trained_parameters(user_model.module))
+    if missing := without_parameters(spec.optimizer, names):
+        raise InputError("; ".join(missing))
 
 
 def _layers(spec: Spec, user_model: UserModel | None) -> list[Layer] | None:

@@ -38,7 +38,7 @@ ALLOWED = {
     | {"hpczero_kernels", "errors", "device"},
     "parallel.offload": {"model", "comm", "parallel", "spec", "text"}
     | {"hpczero_kernels", "errors", "device", "safe_files"},
-    "optim": {"spec", "hpczero_kernels", "errors"},
+    "optim": {"spec", "hpczero_kernels", "errors", "text"},
     "optim.matrices": {"spec", "model.shapes", "model.work"},
     "huggingface": {"errors", "safe_files", "spec", "text", "model.shapes", "model.families"}
     | {"checkpoint", "data", "model.attention_layouts"},

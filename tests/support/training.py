@@ -1,6 +1,7 @@
 """A whole training run on the ranks of a world, recorded on every one of them."""
 
 import json
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpczero.data.dataset import SyntheticSource
 from hpczero.data.documents import Cut
 from hpczero.parallel.layout import ParameterSlot
 from hpczero.parallel.parallelize import assemble
+from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
@@ -31,7 +33,9 @@ class Record:
     metrics_seen: list[dict[str, Any]] = field(default_factory=list)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    all_gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of steps kept
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)  # weights before the first step
     sent: dict[str, Any] = field(default_factory=dict)  # the data axis in the ledger
     ledger: Ledger = field(default_factory=Ledger)
     sent_until: list[dict[str, Any]] = field(default_factory=list)  # the ledger after each step
@@ -101,8 +105,11 @@ class LearnableSource(SyntheticSource):
         return None
 
 
-def train(world: World, spec: Spec, run: Path = Record.path) -> Record:
-    """Train on this rank's part; what ranks' clocks write lies in the folder `run`."""
+def train(world: World, spec: Spec, run: Path = Record.path, keeps: int = 1) -> Record:
+    """Train on this rank's part; what ranks' clocks write lies in the folder `run`.
+
+    The gradients of the first `keeps` steps are kept, and of several the initial weights, too.
+    """
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     divided = grid.shards_and_replicas(spec.zero.shard_ranks)
     group = world.group("data", grid.ranks(world.rank, "data"))
@@ -113,29 +120,36 @@ def train(world: World, spec: Spec, run: Path = Record.path) -> Record:
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     engine = way.engine
     record = Record(ledger=world.ledger, path=run)
-    update, first_gradients = engine.update.step, {}
+    update, initial = engine.update.step, dict[Unit, torch.Tensor]()
+    kept: list[dict[Unit, torch.Tensor]] = [{} for _ in range(keeps)]
 
     def keep_and_update(unit: Unit) -> None:
-        if engine.updates == 0:
-            first_gradients[unit] = unit.gradient_to_step.float().clone()
+        if engine.updates < keeps:
+            kept[engine.updates][unit] = unit.gradient_to_step.float().clone()
+        if keeps > 1 and unit not in initial:
+            initial[unit] = unit.master.clone()
         update(unit)
 
     engine.update.step = keep_and_update  # type: ignore[method-assign]
     record.outcome = Trainer(spec, world, way, batches, Reporter(record, record)).train()  # type: ignore[arg-type]
     record.sent = world.ledger.as_dict().get("data", {})
-    for unit in engine.units:
-        record.weights |= whole(unit, unit.master, group, engine.tensor)
-        record.gradients |= (
-            whole(unit, first_gradients[unit], group, engine.tensor)
-            if unit in first_gradients
-            else {}
-        )
-    if engine.pipeline:
-        record.weights, record.gradients = (
-            of_all_stages(found, engine.pipeline) for found in (record.weights, record.gradients)
-        )
+    masters = {unit: unit.master for unit in engine.units}
+    record.weights, record.initial, *record.all_gradients = (
+        of_model(engine, of_units, group) for of_units in (masters, initial, *kept)
+    )
+    record.gradients = record.all_gradients[0]
     engine.close()
     return record
+
+
+def of_model(
+    engine: Engine, of_units: Mapping[Unit, torch.Tensor], group: Group
+) -> dict[str, torch.Tensor]:
+    """Whole tensors of all stages, of what each rank holds of some of its units."""
+    found: dict[str, torch.Tensor] = {}
+    for unit, own in of_units.items():
+        found |= whole(unit, own, group, engine.tensor)
+    return of_all_stages(found, engine.pipeline) if engine.pipeline else found
 
 
 def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, torch.Tensor]:

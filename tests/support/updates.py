@@ -95,9 +95,13 @@ def one_step(engine: Training, step: int, **how: Any) -> float:
 
 
 def by_hpczero(
-    world: World, spec: dict[str, Any], own_rates: bool = False, **wanted: Any
+    world: World,
+    spec: dict[str, Any],
+    own_rates: bool = False,
+    kind: type[Chain] = Chain,
+    **wanted: Any,
 ) -> Result:
-    with hpczero.initialize(made(Chain, 3 + world.rank), spec, world, **wanted) as engine:
+    with hpczero.initialize(made(kind, 3 + world.rank), spec, world, **wanted) as engine:
         arguments = [rates(step) if own_rates else {} for step in range(STEPS)]
         losses = [one_step(engine, step, **arguments[step]) for step in range(STEPS)]
         return losses, engine.full_state_dict()
@@ -109,12 +113,16 @@ def by_pytorch(
     lr: float,
     groups: bool = False,
     own_rates: bool = False,
+    kind: type[Chain] = Chain,
 ) -> Result:
-    module, spec = made(Chain), Spec.model_validate(spec_of(0, False, lr))
+    module, spec = made(kind), Spec.model_validate(spec_of(0, False, lr))
     kind = getattr(torch.optim, optimizer) if isinstance(optimizer, str) else optimizer
     named = list(module.named_parameters())
     of_names = [(in_group(name) if groups else {}) for name, _ in named]
-    each = [{"params": [own], **of} for (_, own), of in zip(named, of_names, strict=True)]
+    each = [
+        {"params": [own], "name": name, **of}
+        for (name, own), of in zip(named, of_names, strict=True)
+    ]
     if optimizer is ADAMW:
         each = [{"weight_decay": 0.1 * (group["params"][0].dim() > 1), **group} for group in each]
     stepper = kind(each, lr=lr, **options)

@@ -3,8 +3,8 @@
     w = w - lr (|w| / |u|) u;    u: the step of AdamW, with the decay
 
 Both norms are those of the logical parameter: sums of squares of all ranks that have elements of it
-are added up, in fp64, between the two passes of the kernel. Where either norm is 0, and for biases
-and norms, which do not decay, the ratio is 1.
+are added up, in fp64, between the two passes of the kernel. A fused map has one ratio. Where either
+norm is 0, for biases and for vectors (norms) the ratio is 1; the bias of a fused map decays.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from hpczero.model.shapes import Parameter
 from hpczero.parallel.zero.data_axis import AbsentGradients
 from hpczero.parallel.zero.kernel_update import AdamWSpan, AdamWUpdate
 from hpczero.parallel.zero.unit import Unit
@@ -30,7 +31,7 @@ class LambUpdate(AdamWUpdate):
         self._row_of = {slot.parameter.name: row for row, slot in enumerate(slots)}
         self._groups = [group for group in (weights.axis.group, weights.tensor) if group]
         self._holders = self._numbers([_holders(weights, slot.is_split) for slot in slots])
-        adapts = self._numbers([slot.parameter.decays for slot in slots])
+        adapts = self._numbers([_adapts(slot.parameter) for slot in slots])
         self._adapts = adapts.bool().unsqueeze(1)
         self._ratios: Tensor  # of this step, by row
 
@@ -83,6 +84,11 @@ class LambUpdate(AdamWUpdate):
             row = self._row_of[span.name]
             ratio = self._ratios[row : row + 1]
             lamb_step(span.state, span.decay, self.scalars_of(span.name), ratio, self._pool)
+
+
+def _adapts(parameter: Parameter) -> bool:
+    """Return True if the step of a parameter is as long as its weights say."""
+    return parameter.decays and not parameter.is_bias
 
 
 def _holders(weights: Weights, is_split: bool) -> int:

@@ -13,7 +13,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from hpczero.optim.matrices import STEPS, is_matrix
+from hpczero.optim.matrices import STEPS, is_matrix, stack_dim, stack_shape
 from hpczero.parallel.layout import ParameterSlot
 from hpczero.parallel.zero.data_axis import AbsentGradients
 from hpczero.parallel.zero.kernel_update import AdamWSpan, AdamWUpdate
@@ -51,7 +51,7 @@ class MuonUpdate(AdamWUpdate):
         self._whole = WholeMatrices(weights, torch.bfloat16 if half else torch.float32)
         # a GPU's products are many times as fast in half precision
         self._computed = torch.bfloat16 if self._device.has_queues else torch.float32
-        self._shapes = self._whole.shapes
+        self._matrices = self._whole.parameters
         self._now: Step | None = None  # None: it is left out
         self._orthogonal: dict[str, Tensor] = {}  # of matrices that this rank owns
 
@@ -61,7 +61,7 @@ class MuonUpdate(AdamWUpdate):
             slot.parameter.name
             for unit in self.units
             for slot in unit.layout.slots
-            if is_matrix(slot.parameter, others) and slot.parameter.name not in self._shapes
+            if is_matrix(slot.parameter, others) and slot.parameter.name not in self._matrices
         ]
 
     def reads_on_host(self) -> bool:
@@ -79,7 +79,9 @@ class MuonUpdate(AdamWUpdate):
         for unit in self.units:
             whole = self._whole.gather(unit, self._directions(unit, factor))
             for name, direction in whole.items():
-                self._orthogonal[name] = orthogonalised(direction.to(self._computed))
+                dim = stack_dim(self._matrices[name])
+                way = orthogonalised(direction.to(self._computed).movedim(dim, 0))
+                self._orthogonal[name] = way.movedim(0, dim)
 
     def _directions(self, unit: Unit, factor: float) -> PieceOf:
         momentum = self.settings.optimizer.momentum
@@ -101,7 +103,7 @@ class MuonUpdate(AdamWUpdate):
     def step(self, unit: Unit) -> None:
         spans = self.spans_to_step(unit, self.absent.of(unit))
         for span in spans:
-            if span.name not in self._shapes:
+            if span.name not in self._matrices:
                 self.step_span(span)
         if self._now is None:
             return
@@ -117,9 +119,9 @@ class MuonUpdate(AdamWUpdate):
     def _take(self, span: AdamWSpan, way: Tensor, step: Step) -> None:
         """Step the elements of a span."""
         rate = self.rate(step, span.name)
-        longer = max(self._shapes[span.name][-2:])
+        _, *sides = stack_shape(self._matrices[span.name])
         master = span.state.master
         master.mul_(1.0 - rate * span.decay)
-        master.add_(way.float(), alpha=-rate * _LENGTH * sqrt(longer))
+        master.add_(way.float(), alpha=-rate * _LENGTH * sqrt(max(sides)))
         if span.state.weights is not None:
             span.state.weights.copy_(master)

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from hpczero.errors import InputError
+from hpczero.model.shapes import Parameter
 from hpczero.optim.elementwise import Kept, Make, TorchOptimizer, torch_optimizer
-from hpczero.optim.groups import options_by_name
+from hpczero.optim.groups import first_matches, options_by_name
+from hpczero.optim.matrices import is_matrix
 from hpczero.parallel.states import ADAMW, UpdateMemory, memory_of
+from hpczero.spec.rules_of_optimizers import without_parameters
 from hpczero.spec.schema import Optimizer
 from hpczero.text import join_words
 
@@ -100,9 +103,9 @@ def own_update(spec: Optimizer) -> UpdatePlan:
 
 
 def plan_update(
-    wanted: UpdateWanted, spec: Optimizer, names: Sequence[str], device: torch.device
+    wanted: UpdateWanted, spec: Optimizer, parameters: Sequence[Parameter], device: torch.device
 ) -> UpdatePlan:
-    """Plan the update of the parameters `names`; InputError where it cannot be carried out.
+    """Plan the update of these parameters; InputError where it cannot be carried out.
 
     `spec`: the spec's table. An optimizer of PyTorch is tried out on the device.
     """
@@ -110,11 +113,15 @@ def plan_update(
     average = wanted.average
     if average is not None and not 0 < average < 1:
         raise InputError(f"average = {average}: give a number between 0 and 1, such as 0.999")
+    names = [parameter.name for parameter in parameters]
+    if missing := without_parameters(spec, names):
+        raise InputError("; ".join(missing))
     options = options_by_name(wanted.groups, names)
     for pattern, of_group in wanted.groups.items():
         _check_numbers(pattern, of_group)
     if wanted.optimizer is None:
         _refuse_unknown(wanted)
+        _refuse_unread(wanted, spec, parameters)
         return UpdatePlan(options, average, own=memory_of(spec))
     _refuse_ignored(spec)
     optimizer = torch_optimizer(wanted.optimizer, wanted.optimizer_options)
@@ -172,6 +179,26 @@ def _refuse_unknown(wanted: UpdateWanted) -> None:
             )
         if not options.get("eps", 1.0) > 0:
             raise InputError(f"groups: eps = {options['eps']!r} of {pattern!r} must be > 0")
+
+
+def _refuse_unread(wanted: UpdateWanted, spec: Optimizer, parameters: Sequence[Parameter]) -> None:
+    """Raise InputError for options of groups that the step of their parameters does not read."""
+    matches = first_matches(wanted.groups, [parameter.name for parameter in parameters], "groups")
+    for parameter in parameters if spec.name in ("lion", "muon") else ():
+        pattern = matches.get(parameter.name, "")
+        of_group = wanted.groups.get(pattern, EMPTY)
+        if spec.name == "lion" and "eps" in of_group:
+            raise InputError(
+                f"groups: 'eps' of {pattern!r} is not read by lion, whose steps are signs: leave "
+                "it out"
+            )
+        unread = [key for key in ("betas", "eps") if key in of_group]
+        if spec.name == "muon" and unread and is_matrix(parameter, spec):
+            raise InputError(
+                f"groups: {unread[0]!r} of {pattern!r} is not read by muon's step of matrices such "
+                f"as {parameter.name}, which has optimizer.momentum alone: give it to a pattern "
+                "without matrices, or name this one in optimizer.not_muon, and AdamW steps it"
+            )
 
 
 def _refuse_ignored(spec: Optimizer) -> None:

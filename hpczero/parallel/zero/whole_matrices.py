@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.group import Group
+from hpczero.model.shapes import Parameter
 from hpczero.parallel.layout import ParameterSlot, Slices
 from hpczero.parallel.zero.matrix_places import Place, Ranks, places, size
 from hpczero.parallel.zero.unit import Unit
@@ -38,12 +39,10 @@ class WholeMatrices:
         self._places = dict(zip(weights.units, found, strict=True))
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> the shape `divided` of all parameters that are gathered."""
+    def parameters(self) -> dict[str, Parameter]:
+        """Name -> parameter, of all that are gathered."""
         return {
-            place.name: place.slot.parameter.divided
-            for found in self._places.values()
-            for place in found
+            place.name: place.slot.parameter for found in self._places.values() for place in found
         }
 
     def gather(self, unit: Unit, piece_of: PieceOf) -> dict[str, Tensor]:

@@ -31,6 +31,17 @@ MPI.Finalize()
 """
 
 
+MUON = ("--set", "optimizer.name=muon")
+OWN = """
+from torch import nn
+
+def model(sizes):
+    module = nn.Sequential()
+    module.add_module("body", nn.Linear(4, 4, bias=False))
+    module.add_module("head", nn.Linear(4, 4, bias=False))
+    return module
+"""
+
 MISTAKES = {
     "unknown key": (["--set", "train.stepz=3"], "train.steps"),
     "wrong type": (["--set", "train.steps=many"], "many"),
@@ -54,6 +65,20 @@ MISTAKES = {
         "model.vocab",
     ),
     "unwritable output": (["--set", "output=/proc/nowhere"], "/proc/nowhere"),
+    "pattern of no parameter": (
+        [*MUON, "--set", 'optimizer.not_muon=["heads.*"]'],
+        "'heads.*' matches no parameter; the nearest names are head.",
+    ),
+    "pattern of no parameter of an own module": (
+        [
+            *MUON,
+            "--set",
+            "model.family=own:model",
+            "--set",
+            'optimizer.not_muon=["*embed*", "heads.*"]',
+        ],
+        "'heads.*' matches no parameter; the nearest names are head.weight, body.weight",
+    ),
     "resume of nothing": (["--resume"], "no run"),
 }
 
@@ -61,6 +86,7 @@ MISTAKES = {
 @pytest.fixture
 def token_files(folder: Path) -> None:
     (folder / "text.txt").write_text("to be or not to be\n" * 500)
+    (folder / "own.py").write_text(OWN)
     assert launch(hpczero("data", "build", "-o", "corpus.h5", "text.txt"), 60, folder).code == 0
     whole = (folder / "corpus.h5").read_bytes()
     (folder / "truncated.h5").write_bytes(whole[: len(whole) // 2])

@@ -150,6 +150,10 @@ def test_why(layout: str, said: str, capsys: pytest.CaptureFixture[str]) -> None
         (["--set", "batch.walltime=9m"], "more walltime"),
         (["--set", "parallel.tensor=5"], "no layout can exist on 1 node of 8 ranks"),
         (["--set", "comm.backend=gloo"], 'comm.backend = "gloo" carries tensors on cpu'),
+        (
+            ["--set", "optimizer.name=muon", "--set", 'optimizer.not_muon=["mlp"]'],
+            "optimizer.not_muon: 'mlp' matches no parameter",
+        ),
         (["--ranks-per-node", "0"], "--ranks-per-node 0: from 1 to"),
     ],
 )

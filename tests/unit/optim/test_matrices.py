@@ -71,6 +71,8 @@ def test_blocks_have_matrices_and_embeddings_and_the_head_have_none(model: Model
 def test_a_fused_map_is_a_matrix_for_each_section() -> None:
     assert stack_shape(Parameter("qkv", (3, 8, 4), ZEROS, split=1)) == (3, 8, 4)
     assert stack_shape(Parameter("qkv", (24, 4), ZEROS, split=0, sections=3)) == (3, 8, 4)
+    beside = Parameter("qkv", (4, 24), ZEROS, split=1, sections=3)
+    assert stack_shape(beside) == (3, 4, 8)
     assert prod(stack_shape(Parameter("w", (8, 4), ZEROS))) == 32
 
 
@@ -78,6 +80,32 @@ def test_names_of_other_matrices_are_the_spec_s() -> None:
     skipping = Optimizer(name="muon", not_muon=("*.gate",))
     assert not is_matrix(Parameter("a.gate", (4, 4), ZEROS), skipping)
     assert is_matrix(Parameter("embedding.lookup", (4, 4), ZEROS), skipping)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("features.0.weight", (16, 8, 3)),  # a convolution over a line
+        ("features.0.weight", (16, 8, 3, 3)),
+        ("cls_token", (1, 1, 64)),
+        ("experts.up", (4, 8, 8)),
+        ("attention.qkv.bias", (3, 8)),
+        ("bias", (3, 8)),
+        ("shared.weight", (32, 8)),  # the embedding of Hugging Face's T5
+        ("model.shared.weight", (32, 8)),
+    ],
+)
+def test_what_modules_of_users_have_beside_matrices_is_none(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    assert not is_matrix(Parameter(name, shape, ZEROS), MUON)
+
+
+def test_biases_are_no_matrices_whatever_not_muon_says() -> None:
+    for layer in families.layers(GPT):
+        for parameter in layer.parameters:
+            if parameter.name.endswith(".bias"):
+                assert not is_matrix(parameter, Optimizer(name="muon", not_muon=("head.*",)))
 
 
 def test_owners_take_the_largest_first() -> None:

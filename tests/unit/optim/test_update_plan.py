@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpczero.errors import InputError  # noqa: E402
+from hpczero.model.shapes import ZEROS, Parameter  # noqa: E402
 from hpczero.parallel.states import ADAMW, UpdateMemory  # noqa: E402
 from hpczero.parallel.zero.update_plan import (  # noqa: E402
     UpdatePlan,
@@ -14,11 +15,13 @@ from hpczero.parallel.zero.update_plan import (  # noqa: E402
 from hpczero.spec.optimizer import Outer  # noqa: E402
 from hpczero.spec.schema import Optimizer  # noqa: E402
 
-NAMES = ["body.weight", "body.bias", "head.weight"]
+SHAPES = {"body.weight": (4, 3), "body.bias": (4,), "head.weight": (2, 4)}
+NAMES = list(SHAPES)
+PARAMETERS = [Parameter(name, shape, ZEROS) for name, shape in SHAPES.items()]
 
 
-def planned(wanted: UpdateWanted) -> UpdatePlan:
-    return plan_update(wanted, Optimizer(), NAMES, torch.device("cpu"))
+def planned(wanted: UpdateWanted, spec: Optimizer | None = None) -> UpdatePlan:
+    return plan_update(wanted, spec or Optimizer(), PARAMETERS, torch.device("cpu"))
 
 
 def test_nothing_asked_for_is_the_kernel_s_adamw() -> None:
@@ -73,7 +76,44 @@ def test_replicas_that_send_less_have_one_update(
     wanted: UpdateWanted, named: str, spec: Optimizer, setting: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        plan_update(wanted, spec, NAMES, torch.device("cpu"))
+        planned(wanted, spec)
     assert f"{setting} is for" in str(caught.value)
     assert f" {named} of hpczero.initialize" in str(caught.value)
-    assert plan_update(UpdateWanted(), spec, NAMES, torch.device("cpu")) == UpdatePlan()
+    assert planned(UpdateWanted(), spec) == UpdatePlan()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "options", "message"),
+    [
+        ("muon", "body.*", {"betas": (0.9, 0.99)}, "'betas' of 'body.*' is not read by muon's"),
+        ("muon", "*", {"lr": 1.0, "eps": 1e-4}, "'eps' of '*' is not read by muon's step of"),
+        ("lion", "*.bias", {"eps": 1e-4}, "'eps' of '*.bias' is not read by lion, whose steps"),
+    ],
+)
+def test_options_that_a_step_does_not_read_are_refused(
+    name: str, pattern: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        planned(UpdateWanted(groups={pattern: options}), Optimizer(name=name))
+    assert message in str(caught.value)
+    assert planned(UpdateWanted(groups={pattern: options}), Optimizer(name="lamb")).options
+
+
+def test_options_that_a_step_reads_are_taken() -> None:
+    by_adamw = {"*.bias": {"betas": (0.9, 0.99)}, "head.*": {"eps": 1e-4}}
+    assert planned(UpdateWanted(groups=by_adamw), Optimizer(name="muon")).options
+    of_matrices = {"body.*": {"lr": 1e-2, "weight_decay": 0.0}}
+    assert planned(UpdateWanted(groups=of_matrices), Optimizer(name="muon")).options
+    of_lion = {"*": {"betas": (0.9, 0.99)}}
+    assert planned(UpdateWanted(groups=of_lion), Optimizer(name="lion")).options
+
+
+def test_a_pattern_of_not_muon_without_parameters_is_refused() -> None:
+    given = *Optimizer().not_muon, "bodi.*"
+    with pytest.raises(InputError) as caught:
+        planned(UpdateWanted(), Optimizer(name="muon", not_muon=given))
+    assert "optimizer.not_muon: 'bodi.*' matches no parameter; the nearest names" in str(
+        caught.value
+    )
+    planned(UpdateWanted(), Optimizer(name="muon", not_muon=(*given[:-1], "body.*")))
+    planned(UpdateWanted(), Optimizer(name="lion", not_muon=given))

@@ -2,9 +2,10 @@
 
 import pytest
 
+from hpczero.model.families import FAMILIES
 from hpczero.spec.optimizer import Optimizer, Outer, Schedule
-from hpczero.spec.rules import contradictions, without_effect
-from hpczero.spec.schema import Spec, Zero
+from hpczero.spec.rules import contradictions, unavailable, without_effect
+from hpczero.spec.schema import Model, Spec, Zero
 
 OTHERS = pytest.mark.parametrize("name", ["lamb", "lion", "muon"])
 
@@ -41,3 +42,24 @@ def test_keys_of_muon_do_nothing_elsewhere() -> None:
     assert [note for note in notes if "optimizer.momentum = 0.8 has no effect" in note]
     assert [note for note in notes if 'optimizer.not_muon = ["a"] has no effect' in note]
     assert not without_effect(Spec(optimizer=optimizer.model_copy(update={"name": "muon"})))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patterns_of_not_muon_have_parameters(family: str) -> None:
+    """The default's need none: they are for any model."""
+    model, defaults = Model(family=family, layers=2), Optimizer().not_muon
+
+    def said(*patterns: str) -> list[str]:
+        optimizer = Optimizer(name="muon", not_muon=patterns)
+        return unavailable(Spec(model=model, optimizer=optimizer))
+
+    assert not said(*defaults)
+    assert not said("*.feed_forward.*", *defaults)
+    [message] = said("*.feed_foward.*", *defaults)
+    assert (
+        "optimizer.not_muon: '*.feed_foward.*' matches no parameter; the nearest names" in message
+    )
+    assert ".feed_forward." in message
+    assert "or leave it out" in message
+    of_others = Spec(model=model, optimizer=Optimizer(not_muon=("a",)))
+    assert not unavailable(of_others)
