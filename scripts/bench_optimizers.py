@@ -99,16 +99,20 @@ class Trials:
         return list(self._pool.map(lambda one: self._curve(*one), wanted))
 
     def _curve(self, contender: Contender, rate: float, seed: int) -> dict[int, float]:
-        name = f"{self._family}-{contender.optimizer}-{contender.batch}-{rate:g}-{seed}"
+        steps = contender.steps
+        points = 40 if self._finely else 8
+        size = f"{contender.batch}x{steps}"
+        # all that a curve follows from: a folder may hold runs of other sizes
+        name = f"{self._family}-{contender.optimizer}-{size}-{rate:g}-{seed}-{points}"
         settings = {
             "name": json.dumps(name),
             "seed": seed,
-            "train.steps": contender.steps,
+            "train.steps": steps,
             "train.global_batch": contender.batch,
             "train.micro_batch": min(16, contender.batch),
-            "train.eval_every": max(1, contender.steps // (40 if self._finely else 8)),
+            "train.eval_every": max(1, steps // points),
             "train.eval_batches": max(1, 384 // contender.batch),
-            "schedule.warmup_steps": max(1, contender.steps // 10),
+            "schedule.warmup_steps": max(1, steps // 10),
             "optimizer.name": json.dumps(contender.optimizer),
             "optimizer.lr": rate,
         }
