@@ -102,6 +102,61 @@ def _scores(row, gradient, size, scale, cap, logsumexp, row_sum):
 
 
 @inner
+def _add_bias(row, bias, keys, width, block, low, high):
+    """Add the bias of a row, bias[a key's position], to the logits that are visible."""
+    for j in range(width):
+        begin = int64(keys[j]) * block
+        first = min(max(low - begin, int64(0)), block)
+        last = min(max(high - begin, int64(0)), block)
+        of_block = from_element(row, uint64(j) * uint64(block))
+        of_keys = from_element(bias, uint64(begin))
+        for i in range(first, last):
+            of_block[i] += of_keys[i]
+
+
+@inner
+def _scores_with_bias(
+    row, gradient, bias, diagonals, keys, width, block, low, high, scale, cap, logsumexp, row_sum
+):  # fmt: skip
+    """Do what `_scores` does to what is visible, and add the bias's gradients to the diagonals."""
+    inverse = _ONE / cap if cap > _ZERO else _ZERO
+    for j in range(width):
+        begin = int64(keys[j]) * block
+        first = min(max(low - begin, int64(0)), block)
+        last = min(max(high - begin, int64(0)), block)
+        start = uint64(j) * uint64(block)
+        logits, scores = from_element(row, start), from_element(gradient, start)
+        of_keys = from_element(bias, uint64(begin))
+        sums = from_element(diagonals, uint64(j) * uint64(2 * block - 1))
+        if cap > _ZERO:
+            for i in range(first, last):
+                level = tanh(logits[i] * scale * inverse)
+                power = exp_of_negative(level * cap + of_keys[i] - logsumexp)
+                made = power * (scores[i] - row_sum)
+                logits[i] = power
+                scores[i] = made * scale * (_ONE - level * level)
+                sums[i] += made
+        else:
+            for i in range(first, last):
+                power = exp_of_negative(logits[i] * scale + of_keys[i] - logsumexp)
+                made = power * (scores[i] - row_sum)
+                logits[i] = power
+                scores[i] = made * scale
+                sums[i] += made
+
+
+@inner
+def _bias_of(biases, number, blocks, block, query):
+    """Return the bias of a query of a block: number i is that of the key at position i."""
+    address, heads, _ = biases
+    distances = 2 * blocks * block - 1
+    head = number // blocks % int64(heads)
+    own = number % blocks * block + int64(query)
+    first = head * distances + blocks * block - 1 - own
+    return from_element(pointer(address, float32), uint64(first))
+
+
+@inner
 def _at(queries, item, blocks, rows, block):
     """Return where the intervals of an item's queries begin."""
     number = pointer(queries, int64)[item]
@@ -109,15 +164,16 @@ def _at(queries, item, blocks, rows, block):
 
 
 # `items`: the addresses of a chunk's starts and queries and of the plan's keys, then their number;
-# `shape`: blocks of a head, units that share a row of intervals, width and block.
+# `shape`: blocks of a head, units that share a row of intervals, width and block; `biases`: the
+# address of the bias, or 0, its heads, and the address of sums along the diagonals of blocks.
 @njit(
     "void(uint64, uint64, int64, uint64, uint64, uint64, UniTuple(uint64, 3), uint64,"
-    " UniTuple(int64, 4), float32, float32)",
+    " UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _softmax(
-    logits, probabilities, precision, sums, low, high, items, count, shape, scale, cap
+    logits, probabilities, precision, sums, low, high, items, count, shape, biases, scale, cap
 ):  # fmt: skip
     """Set each row's probabilities and its logsumexp; of a row that sees nothing 0 and -inf."""
     starts, queries, plan_keys = items
@@ -132,6 +188,10 @@ def _softmax(
             _scale_and_cap(row, size, scale, cap)
             first = int64(pointer(low, int32)[begin + query])
             last = int64(pointer(high, int32)[begin + query])
+            if biases[0]:
+                number = pointer(queries, int64)[item]
+                bias = _bias_of(biases, number, blocks, block, query)
+                _add_bias(row, bias, keys, width, block, first, last)
             _hide(row, _HIDDEN, keys, width, block, first, last)
             most = _largest(row, size)
             shift = most if most > _HIDDEN else _ZERO
@@ -146,13 +206,13 @@ def _softmax(
 
 @njit(
     "void(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64, uint64,"
-    " UniTuple(uint64, 3), uint64, UniTuple(int64, 4), float32, float32)",
+    " UniTuple(uint64, 3), uint64, UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _differentiate(
     logits, gradients, probabilities, scores, precision, sums, row_sums, low, high, items, count,
-    shape, scale, cap,
+    shape, biases, scale, cap,
 ):  # fmt: skip
     """Set each row's probabilities again, and the gradients of the products q k."""
     starts, queries, plan_keys = items
@@ -161,15 +221,30 @@ def _differentiate(
     for item in range(count):
         keys = from_element(pointer(plan_keys, int32), uint64(pointer(starts, int64)[item]))
         begin = _at(queries, item, blocks, rows, block)
+        length = uint64(width * (2 * block - 1))
+        diagonals = pointer(biases[2] + uint64(4) * item * length, float32)
+        if biases[0]:
+            for i in range(length):
+                diagonals[i] = _ZERO
         for query in range(uint64(block)):
             at = item * uint64(block) + query
             row = pointer(logits + uint64(4) * at * size, float32)
             gradient = pointer(gradients + uint64(4) * at * size, float32)
             logsumexp = pointer(sums, float32)[at]
             row_sum = pointer(row_sums, float32)[at]
-            _scores(row, gradient, size, scale, cap, logsumexp, row_sum)
             first = int64(pointer(low, int32)[begin + query])
             last = int64(pointer(high, int32)[begin + query])
+            if biases[0]:
+                number = pointer(queries, int64)[item]
+                bias = _bias_of(biases, number, blocks, block, query)
+                # the last query of a block has the first of its distances to a block of keys
+                own = from_element(diagonals, uint64(block) - uint64(1) - query)
+                _scores_with_bias(
+                    row, gradient, bias, own, keys, width, block, first, last,
+                    scale, cap, logsumexp, row_sum,
+                )  # fmt: skip
+            else:
+                _scores(row, gradient, size, scale, cap, logsumexp, row_sum)
             _hide(row, _ZERO, keys, width, block, first, last)
             _hide(gradient, _ZERO, keys, width, block, first, last)
             if precision != FP32:
@@ -223,11 +298,34 @@ def _scatter(gradients, precision, target, items, count, groups, shape, length):
             place += length
 
 
+@njit(
+    "void(uint64, uint64, UniTuple(uint64, 3), uint64, UniTuple(int64, 4))",
+    nogil=True, cache=True, error_model="numpy",
+)  # fmt: skip
+@named_by_sources
+def _add_diagonals(diagonals, target, items, count, shape):
+    """Add the sums along the diagonals of the items' blocks to those of their units."""
+    starts, queries, plan_keys = items
+    blocks, _, width, block = shape
+    length = 2 * block - 1
+    place = uint64(0)
+    for item in range(count):
+        keys = from_element(pointer(plan_keys, int32), uint64(pointer(starts, int64)[item]))
+        number = pointer(queries, int64)[item]
+        of_unit = number // blocks * (2 * blocks * block - 1)
+        for j in range(width):
+            first = of_unit + (keys[j] - number % blocks + blocks - 1) * block
+            wide = pointer(target + uint64(4) * uint64(first), float32)
+            add(wide, uint64(length), diagonals, FP32, place)
+            place += uint64(length)
+
+
 class CpuPasses:
     """Passes by numba's kernels, in the calling thread."""
 
-    def __init__(self, plan: Plan, scale: float, cap: float) -> None:
+    def __init__(self, plan: Plan, scale: float, cap: float, bias: Tensor | None) -> None:
         self._plan = plan
+        self._bias = bias
         self._numbers = scale, cap
         self._starts, self._queries, self._keys, self._low, self._high = (
             array.ctypes.data
@@ -263,17 +361,32 @@ class CpuPasses:
         items, count, shape = self._work(part)
         _softmax(
             address_of(logits), address_of(probabilities), CODES[probabilities.dtype],
-            address_of(sums), self._low, self._high, items, count, shape, *self._numbers,
+            address_of(sums), self._low, self._high, items, count, shape, self._biases(None),
+            *self._numbers,
         )  # fmt: skip
 
     def differentiate(
         self, logits: Tensor, gradients: Tensor, probabilities: Tensor, scores: Tensor,
-        sums: Tensor, row_sums: Tensor, part: Part,
+        sums: Tensor, row_sums: Tensor, part: Part, diagonals: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Set probabilities and scores; in fp32 they are `logits` and `gradients`."""
+        """Set probabilities and scores; in fp32 they are `logits` and `gradients`.
+
+        Of a bias, its gradients: sums along the diagonals of each block.
+        """
         items, count, shape = self._work(part)
         _differentiate(
             address_of(logits), address_of(gradients), address_of(probabilities),
             address_of(scores), CODES[scores.dtype], address_of(sums), address_of(row_sums),
-            self._low, self._high, items, count, shape, *self._numbers,
+            self._low, self._high, items, count, shape, self._biases(diagonals), *self._numbers,
         )  # fmt: skip
+
+    def add_diagonals(self, diagonals: Tensor, target: Tensor, part: Part) -> None:
+        """Add sums along the diagonals of blocks to those of each unit, in fp32."""
+        items, count, shape = self._work(part)
+        _add_diagonals(address_of(diagonals), address_of(target), items, count, shape)
+
+    def _biases(self, diagonals: Tensor | None) -> tuple[int, int, int]:
+        if self._bias is None:
+            return 0, 0, 0
+        sums = 0 if diagonals is None else address_of(diagonals)
+        return address_of(self._bias), len(self._bias), sums

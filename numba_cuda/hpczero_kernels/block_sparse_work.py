@@ -45,6 +45,10 @@ class _Room:
         self.passes.gather(source, target, part)
         return target
 
+    def diagonals(self, dtype: torch.dtype, part: Part) -> Tensor:
+        """Return a place for a sum along each diagonal of the items' blocks."""
+        return self.take("diagonals", dtype, part.items, part.width, 2 * self._plan.block - 1)
+
     def product(self, name: str, rows: Tensor, source: Tensor, part: Part) -> Tensor:
         """Return the products of the rows with the blocks that belong to them, in their dtype."""
         keys = self.gathered(source, rows.dtype, part)
@@ -54,7 +58,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class Work:
-    """One call's work: a plan, numbers, and q, k and v in blocks."""
+    """One call's work: a plan, numbers, q, k and v in blocks, and a bias of their distances."""
 
     plan: Plan
     scale: float
@@ -62,6 +66,7 @@ class Work:
     q: Tensor
     k: Tensor
     v: Tensor
+    bias: Tensor | None = None  # [heads, distances within whole blocks], in fp32
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output in blocks, and logsumexp; of rows that see nothing 0 and -inf."""
@@ -94,10 +99,16 @@ class Work:
             out.copy_(merged[0])
             sums.copy_(merged[1])
 
-    def backward(self, gradient: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, in blocks."""
+    def backward(
+        self, gradient: Tensor, out: Tensor, sums: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Return the gradients of q, k and v, in blocks; and of the bias, of each unit."""
         grad_q = torch.zeros_like(self.q)
         totals = [torch.zeros_like(one, dtype=self._wide) for one in (self.k, self.v)]
+        of_bias = None
+        if self.bias is not None:
+            units = len(self.q) // self.plan.blocks
+            of_bias = self.bias.new_zeros(units, self.bias.shape[1])
         added = [Event() for _ in self.plan.chunks]
 
         def carry_out(number: int, room: _Room) -> None:
@@ -107,18 +118,18 @@ class Work:
                 rows = self._rows(chunk)
                 made = grad_q[rows]  # a view, if `rows` is a slice
                 given = [tensor[rows] for tensor in (self.q, gradient, out, sums)]
-                self._backward_of(chunk, given, made, totals, before, room)
+                self._backward_of(chunk, given, made, totals, of_bias, before, room)
                 if not isinstance(rows, slice):
                     grad_q[rows] = made
             finally:  # whatever happens: others wait for it
                 added[number].set()
 
         self._each(carry_out)
-        return grad_q, *(total.to(self.k.dtype) for total in totals)
+        return [grad_q, *(total.to(self.k.dtype) for total in totals)], of_bias
 
     def _backward_of(
         self, chunk: Chunk, given: list[Tensor], grad_q: Tensor, totals: list[Tensor],
-        before: list[Event], room: _Room,
+        of_bias: Tensor | None, before: list[Event], room: _Room,
     ) -> None:  # fmt: skip
         q, gradient, out, sums = given
         wide_q, wide_gradient = q.to(self._wide), gradient.to(self._wide)
@@ -130,7 +141,10 @@ class Work:
             scores = room.product("scores", wide_gradient, self.v, part)
             probabilities = room.take("logits", q.dtype, *logits.shape)
             rounded = room.take("scores", q.dtype, *logits.shape)
-            room.passes.differentiate(logits, scores, probabilities, rounded, sums, row_sums, part)
+            diagonals = None if of_bias is None else room.diagonals(of_bias.dtype, part)
+            room.passes.differentiate(
+                logits, scores, probabilities, rounded, sums, row_sums, part, diagonals
+            )
             keys = room.gathered(self.k, q.dtype, part)
             torch.bmm(rounded, keys, out=grad_q)
             if total_q is not None:
@@ -142,6 +156,8 @@ class Work:
                 event.wait()
             for total, addend in zip(totals, addends, strict=True):
                 room.passes.scatter(addend, total, part)
+            if of_bias is not None and diagonals is not None:
+                room.passes.add_diagonals(diagonals, of_bias, part)
         if total_q is not None:
             grad_q.copy_(total_q)
 
@@ -151,7 +167,7 @@ class Work:
 
     def _passes(self) -> CpuPasses | TorchPasses:
         by_numba = choose("block_sparse", self.q) == NUMBA
-        given = self.plan, self.scale, self.cap
+        given = self.plan, self.scale, self.cap, self.bias
         return CpuPasses(*given) if by_numba else TorchPasses(*given, self.q.device)
 
     def _rows(self, chunk: Chunk) -> slice | Tensor:

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hpczero_kernels.dispatch import upcast_half
+
 _TILE = 1 << 18  # probabilities at a time: they stay in a core's cache
 
 
@@ -67,6 +69,16 @@ def relative_attention(
     return out
 
 
+def bias_of_distances(table: Tensor, distances: Distances, seq: int) -> Tensor:
+    """Return the bias of each distance, from 1 - seq to seq - 1: [heads, distances].
+
+    Distances of a class follow each other, so that its gradient is a sum over them.
+    """
+    of_classes = upcast_half(table).unsqueeze(-1).unbind()  # each [heads, 1]
+    runs = _runs(distances, seq)
+    return torch.cat([of_classes[number].expand(-1, count) for number, count in runs], 1)
+
+
 class _RelativeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -101,7 +113,7 @@ class _RelativeAttention(torch.autograd.Function):
             grad_v[:, heads] = probabilities.to(q.dtype).transpose(2, 3) @ gradient[:, heads]
             scores = gradient[:, heads].float() @ v[:, heads].float().transpose(2, 3)
             scores = scores.sub_(row_sums[:, heads]).mul_(probabilities)
-            of_distances[heads] = _along_diagonals(scores.sum(0))
+            of_distances[heads] = along_diagonals(scores.sum(0))
             scores = scores.to(q.dtype)
             grad_q[:, heads] = scores @ k[:, heads]
             grad_k[:, heads] = scores.transpose(2, 3) @ q[:, heads]
@@ -127,12 +139,20 @@ def _classes(distances: Distances, seq: int, device: torch.device) -> Tensor:
     return distances.class_of(torch.arange(1 - seq, seq, dtype=torch.int64, device=device))
 
 
+@lru_cache(maxsize=64)
+def _runs(distances: Distances, seq: int) -> list[tuple[int, int]]:
+    """Return the classes of all distances, in order, and how many distances are in each."""
+    classes = _classes(distances, seq, torch.device("cpu"))
+    numbers, counts = classes.unique_consecutive(return_counts=True)
+    return list(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+
 @lru_cache(maxsize=8)
 def _later(seq: int, device: torch.device) -> Tensor:
     return torch.ones(seq, seq, dtype=torch.bool, device=device).triu(1)
 
 
-def _along_diagonals(scores: Tensor) -> Tensor:
+def along_diagonals(scores: Tensor) -> Tensor:
     """Sum [heads, seq, seq] along the diagonals: [heads, distances]."""
     seq = scores.shape[-1]
     # rows of 2 seq numbers, read as rows of 2 seq - 1: each moves by one more

@@ -56,6 +56,17 @@ CASES = {
     "everything": Case(
         99, 24, True, 6, 2, 2, 10, 0.6, 2, ((3, 50, 99), (98, 99)), cap=2.0, scale=0.4
     ),
+    "bias": Case(scale=1.0, biased=True),
+    "bias, not causal": Case(block=24, seq=100, causal=False, samples=3, biased=True),
+    "bias, blocks of 128": Case(block=128, seq=300, biased=True),
+    "bias, one block": Case(seq=16, density=1.0, causal=False, biased=True),
+    "bias, one position": Case(seq=1, density=1.0, biased=True),
+    "bias, rows that see nothing": Case(density=0.15, biased=True),
+    "bias, nothing at all": Case(density=0.0, biased=True),
+    "bias, all": Case(density=1.0, heads=4, biased=True),
+    "bias, everything": Case(
+        99, 24, False, 6, 2, 2, 10, 0.6, 2, ((3, 50, 99), (98, 99)), 2.0, 0.4, biased=True
+    ),
 }
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -106,7 +117,7 @@ def any_case(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 2)),
         draw(st.none() | st.lists(documents, min_size=samples, max_size=samples).map(tuple)),
         draw(st.sampled_from((0.0, 2.0))), draw(st.sampled_from((None, 0.5))),
-        draw(st.integers(0, 1 << 20)),
+        draw(st.integers(0, 1 << 20)), draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -196,9 +207,10 @@ def test_parts_of_a_tensor_give_gradients_as_whole_ones_do() -> None:
 @pytest.mark.parametrize("shape", [(1, 0, 9), (0, 2, 9), (2, 2, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_gives_nothing(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    case = Case(shape[2], 4, True, shape[1], shape[1], shape[0])
+    case = Case(shape[2], 4, True, shape[1], shape[1], shape[0], biased=shape[2] > 0)
     found = case.carried_out(block_sparse_attention, dtype)
-    for one, part in zip(found, case.tensors(), strict=True):
+    *parts, above = case.tensors()
+    for one, part in zip(found, (above, *parts), strict=True):
         assert one.shape == part.shape
         assert one.dtype == dtype
 
@@ -212,7 +224,10 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["heads share keys", "everything", "not causal"])
+@pytest.mark.parametrize(
+    "name",
+    ["heads share keys", "everything", "not causal", "bias, not causal", "bias, everything"],
+)
 def test_threads_change_no_bit(
     name: str, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
@@ -295,7 +310,8 @@ class Made(TorchDispatchMode):
         return made
 
 
-def test_memory_grows_as_the_positions_do(threads: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_memory_grows_as_the_positions_do(biased: bool, threads: Callable[[int], None]) -> None:
     """A window of 4 blocks; and one row that sees all does not make a tensor of its length."""
     threads(1)  # others' tensors are not seen
     sizes = []
@@ -305,10 +321,12 @@ def test_memory_grows_as_the_positions_do(threads: Callable[[int], None]) -> Non
         blocks = seq // 64
         layout = BlockLayout(64, True, ((*window(blocks - 1, 4), tuple(range(blocks))),), (0, 0))
         parts = [torch.zeros(1, 2, seq, 8).requires_grad_() for _ in range(3)]
+        bias = torch.zeros(2, 2 * seq - 1).requires_grad_() if biased else None
         saved.clear()
         with Made() as made, keep:
-            block_sparse_attention(*parts, layout).sum().backward()
-        assert sum(x.nbytes for x in saved) == 2 * seq * (4 * 8 + 1) * 4
+            block_sparse_attention(*parts, layout, bias=bias).sum().backward()
+        of_bias = 0 if bias is None else bias.nbytes
+        assert sum(x.nbytes for x in saved) == 2 * seq * (4 * 8 + 1) * 4 + of_bias
         sizes.append(made.largest)
     assert sizes[1] <= 2 * sizes[0]
     assert sizes[1] <= 8 << 20

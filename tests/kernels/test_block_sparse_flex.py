@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero_kernels import block_sparse_flex
+from hpczero_kernels import block_sparse, block_sparse_flex
 from hpczero_kernels.block_sparse import (
     block_sparse_attention,
     block_sparse_attention_reference,
 )
+from hpczero_kernels.dispatch import FLEX
 from tests.support.block_layouts import Case, distances
 from tests.support.device import DEVICE
 
@@ -68,6 +69,16 @@ def test_what_flex_attention_refuses_is_done_in_chunks(monkeypatch: pytest.Monke
     for _ in range(2):
         assert block_sparse_flex.flex_block_sparse(*parts, Case().layout(), None, 0.0, 1.0) is None
     assert len(calls) == 1
+
+
+def test_with_a_bias_it_is_always_done_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_sparse, "choose", lambda *_: FLEX)
+    monkeypatch.setattr(block_sparse_flex, "flex_block_sparse", lambda q, *_: torch.zeros_like(q))
+    plain, biased = (Case(biased=biased) for biased in (False, True))
+    *parts, _ = plain.tensors()
+    assert not block_sparse.block_sparse_attention(*parts, plain.layout()).any()
+    found = biased.carried_out(block_sparse.block_sparse_attention)
+    assert max(distances(found, biased.carried_out(block_sparse_attention_reference))) <= 1e-5
 
 
 def test_no_more_cases_are_compiled_than_pytorch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

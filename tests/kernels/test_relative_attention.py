@@ -10,6 +10,7 @@ from torch import Tensor
 from hpczero_kernels import relative_attention as kernel
 from hpczero_kernels.relative_attention import (
     Distances,
+    bias_of_distances,
     relative_attention,
     relative_attention_reference,
 )
@@ -59,6 +60,21 @@ def test_half_precision_is_off_by_roundings(causal: bool) -> None:
     for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq", [1, 2, 9, 40])
+def test_the_bias_of_each_distance_is_that_of_its_class(seq: int, causal: bool) -> None:
+    distances = Distances(8, 12, causal)
+    table = inputs((1, 3, seq, 1), 8, torch.bfloat16)[3]
+    found = bias_of_distances(table, distances, seq)
+    classes = distances.class_of(torch.arange(1 - seq, seq, dtype=torch.int64))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, table[classes].t().float())
+    above = torch.ones(3, 2 * seq - 1, dtype=torch.float32)
+    (gradient,) = torch.autograd.grad(found, table, above)
+    counts = torch.bincount(classes, minlength=8)
+    assert torch.equal(gradient, counts[:, None].expand(-1, 3).to(torch.bfloat16))
 
 
 def by_formula(distance: int, classes: int, reach: int, causal: bool) -> int:

@@ -1,6 +1,6 @@
 """Calls of block-sparse attention with drawn layouts, and how far results are from exact ones.
 
-Legend: q [samples, heads, seq, head_dim], k and v with kv_heads.
+Legend: q [samples, heads, seq, head_dim], k and v with kv_heads, a bias [heads, 2 seq - 1].
 """
 
 import random
@@ -31,6 +31,7 @@ class Case:
     cap: float = 0.0
     scale: float | None = None
     seed: int = 1
+    biased: bool = False
 
     def layout(self) -> BlockLayout:
         draw = random.Random(self.seed)
@@ -47,19 +48,23 @@ class Case:
         )  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
-        """Return q, k, v and the gradient of the output."""
+        """Return q, k, v, the bias if there is one, and the gradient of the output."""
         draw = torch.Generator().manual_seed(self.seed)
         heads = self.heads, self.kv_heads, self.kv_heads, self.heads
         shapes = [(self.samples, count, self.seq, self.head_dim) for count in heads]
-        return [torch.randn(shape, generator=draw) for shape in shapes]
+        *parts, above = [torch.randn(shape, generator=draw) for shape in shapes]
+        if self.biased:
+            parts.append(torch.randn((self.heads, 2 * self.seq - 1), generator=draw))
+        return [*parts, above]
 
     def carried_out(
         self, how: Callable[..., Tensor], dtype: torch.dtype = torch.float32, parts: Any = None
     ) -> list[Tensor]:
-        """Return the output and the three gradients."""
+        """Return the output and the gradients of all inputs."""
         *parts, above = [one.to(dtype) for one in parts or self.tensors()]
         parts = [part.detach().requires_grad_() for part in parts]
-        out = how(*parts, self.layout(), self.documents, self.cap, self.scale)
+        given = self.layout(), self.documents, self.cap, self.scale
+        out = how(*parts[:3], *given, *parts[3:])
         return [out.detach(), *torch.autograd.grad(out, parts, above)]
 
 

@@ -148,7 +148,7 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     wanted |= {"_glu_forward", "_glu_backward", "_turn_rows", "_rms_forward", "_rms_backward"}
     wanted |= {"_cap_forward", "_cap_backward", "_pack_signs", "_average_signs"}
     wanted |= {"_own_steps", "_take_steps", "_lamb_moments", "_lamb_step", "_lion"}
-    wanted |= {"_softmax", "_differentiate", "_gather", "_scatter"}
+    wanted |= {"_softmax", "_differentiate", "_gather", "_scatter", "_add_diagonals"}
     assert wanted | {"_quantise", "_average_integers"} == set(kept)
     assert all(sources.sources_hash() in base for base in kept.values()), kept
 
