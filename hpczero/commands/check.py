@@ -270,7 +270,7 @@ def _job_in_lines(spec: Spec, supply: list[str]) -> list[str]:
 
 def _attention(spec: Spec) -> str:
     """Return what attention in blocks leaves of the model's work; "" where all layers are dense."""
-    from hpczero.model.attention_layouts import density, rules_of
+    from hpczero.model.attention_layouts import density_of_layers, rules_of
     from hpczero.model.families import family, known
 
     model, seq_len = spec.model, spec.seq_len
@@ -279,7 +279,7 @@ def _attention(spec: Spec) -> str:
         return ""
     counts = Counter(rule.kind for rule in rules if rule)
     kinds = [f"{kind} in {count} of {model.layers} layers" for kind, count in counts.items()]
-    pairs = sum(density(rule, seq_len, model.heads) for rule in rules) / len(rules)
+    pairs = density_of_layers(model, seq_len)
     dense = model.model_copy(update={"attention": type(model.attention)()})
     work, of_dense = (sum(family(one).operations(one, seq_len)) for one in (model, dense))
     return (

@@ -17,6 +17,7 @@ from hpczero.model.attention_layouts import (
     rule_of,
 )
 from hpczero.model.families import known
+from hpczero.model.shapes import positions
 from hpczero.safe_files import write_text
 from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
@@ -32,6 +33,7 @@ class Seen:
     """Figures of a layer's layout at so many positions."""
 
     layer: int
+    stream: str  # "encoder" or "decoder", of a model that has both
     kind: str
     positions: int
     block: int
@@ -45,21 +47,22 @@ class Seen:
 def attention(options: Namespace) -> int:
     spec = load(options.spec, options.overrides).spec
     layer, rule = _layer(spec, options.layer)
-    heads = spec.model.heads
+    heads, seq = spec.model.heads, positions(spec.model, layer, spec.seq_len)
     if not 0 <= options.head < heads:
         raise InputError(f"--head {options.head}: a layer has heads 0 to {heads - 1}")
-    whole = layout_of(rule, spec.seq_len, range(heads), heads)
+    whole = layout_of(rule, seq, range(heads), heads)
     pattern = whole.patterns[whole.of_head[options.head]]
     shown = Seen(
         layer,
+        _stream(spec, layer),
         rule.kind,
-        spec.seq_len,
+        seq,
         rule.block,
         len(pattern),
         len(whole.patterns),
-        computed_pairs(rule, spec.seq_len, heads),
-        dense_pairs(spec.seq_len, rule.causal),
-        density(rule, spec.seq_len, heads),
+        computed_pairs(rule, seq, heads),
+        dense_pairs(seq, rule.causal),
+        density(rule, seq, heads),
     )
     if options.svg:
         write_text(Path(options.svg), picture(shown, options.head, pattern))
@@ -91,10 +94,16 @@ def _layer(spec: Spec, number: int | None) -> tuple[int, LayoutRule]:
     )
 
 
+def _stream(spec: Spec, layer: int) -> str:
+    first = spec.model.encoder_blocks
+    return "" if not first else "encoder" if layer < first else "decoder"
+
+
 def in_lines(shown: Seen) -> list[str]:
     patterns = "all heads alike" if shown.patterns == 1 else f"{shown.patterns} patterns of heads"
+    where = f"layer {shown.layer}" + (f" ({shown.stream})" if shown.stream else "")
     return [
-        f"layer {shown.layer}: {shown.kind}, {shown.positions:,} positions in {shown.blocks:,} "
+        f"{where}: {shown.kind}, {shown.positions:,} positions in {shown.blocks:,} "
         f"blocks of {shown.block}; {patterns}",
         f"computed: {shown.computed_pairs:,.0f} pairs of a query and a key, "
         f"{shown.density:.1%} of the {shown.dense_pairs:,} of dense attention",

@@ -248,5 +248,16 @@ def hides_nothing(rule: LayoutRule, positions: int, heads: int) -> bool:
     )
 
 
+def density_of_layers(model: Model, seq_len: int) -> float:
+    """Return the density of all layers together, each in the positions of its stream."""
+    computed = dense = 0.0
+    for layer, rule in enumerate(rules_of(model)):
+        positions = shapes.positions(model, layer, seq_len)
+        pairs = dense_pairs(positions, shapes.is_causal(model, layer))
+        computed += density(rule, positions, model.heads) * pairs
+        dense += pairs
+    return computed / dense
+
+
 def dense_pairs(positions: int, causal: bool = True) -> int:
     return positions * (positions + 1) // 2 if causal else positions**2

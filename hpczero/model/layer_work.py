@@ -5,7 +5,7 @@ a cache from one operation to the next.
 """
 
 from hpczero.model.attention_layouts import density, rule_of, rules_of
-from hpczero.model.shapes import Layer, head_dim, index_of, is_causal, window
+from hpczero.model.shapes import Layer, head_dim, is_causal, number_of, positions, window
 from hpczero.model.work import Core, LayerWork, Pass, Product, WorkLayout, visible_keys
 from hpczero.spec.schema import Model
 
@@ -55,9 +55,9 @@ def of_logits(model: Model, layout: WorkLayout, targets: float) -> LayerWork:
 
 
 def core(model: Model, layer: Layer, layout: WorkLayout, heads: int) -> Core:
-    """Attention of a block's heads."""
-    index = index_of(layer)
-    seq = layout.seq_len
+    """Attention of a block's heads to the positions of its stream."""
+    index = number_of(model, layer)
+    seq = positions(model, index, layout.seq_len)
     visible = visible_keys(seq, window(model, index)) if is_causal(model, index) else seq
     share = _share(model, index, seq, heads)
     keys = min(seq, window(model, index) or seq) * share

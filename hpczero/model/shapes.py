@@ -113,8 +113,8 @@ def head_dim(model: Model) -> int:
 
 
 def is_causal(model: Model, layer: int) -> bool:
-    """Return True if no query of a block sees a later key; T5's blocks have their own attention."""
-    return model.family != "bert"
+    """Return True if no query of a block sees a later key of its stream."""
+    return model.family != "bert" and layer >= model.encoder_blocks
 
 
 def norms_are_last(model: Model) -> bool:
@@ -141,6 +141,16 @@ def gate(model: Model) -> str:
 def index_of(block: "Layer") -> int:
     """Return the number of a block among those of its kind."""
     return int(block.name.rpartition(".")[2])
+
+
+def number_of(model: Model, block: "Layer") -> int:
+    """Return the number of a block among all of the model's: those of a decoder come last."""
+    return index_of(block) + (model.encoder_blocks if block.kind == "decoder" else 0)
+
+
+def positions(model: Model, layer: int, seq_len: int) -> int:
+    """Return the positions of a sequence that a block works on: those of its stream."""
+    return model.streams(seq_len)[-1 if layer >= model.encoder_blocks else 0]
 
 
 def window(model: Model, layer: int) -> int:

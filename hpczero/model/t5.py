@@ -19,13 +19,14 @@ from torch import nn
 from torch.nn import functional
 
 from hpczero.model import shapes
+from hpczero.model.attention import AttentionCore
 from hpczero.model.batch import MicroBatch
 from hpczero.model.gpt import Sublayer
 from hpczero.model.llama import AttentionInputs, Lookup, Norm
 from hpczero.model.modules import CrossEntropy, Dropout, Layered, Linear, StackedLinear
 from hpczero.spec.schema import Model
 from hpczero_kernels.operations import OPERATIONS
-from hpczero_kernels.relative_attention import Distances
+from hpczero_kernels.relative_attention import Distances, bias_of_distances
 
 
 class T5(Layered):
@@ -83,26 +84,44 @@ class Positions(nn.Module):
         return x
 
 
-class Attention(Sublayer):
-    """Attention of one stream to itself, with a bias for each distance."""
+class RelativeCore(AttentionCore):
+    """Mix the values of the keys that each query sees, with a bias for each distance."""
 
-    def __init__(self, model: Model, site: str, bias: nn.Parameter, causal: bool) -> None:
+    def __init__(self, model: Model, layer: int, bias: nn.Parameter) -> None:
+        super().__init__(model, layer)
+        self.distances = Distances(model.position_buckets, model.position_reach, self.causal)
+        self.bias = bias
+        self._to_all = OPERATIONS[model.kernels].relative_attention
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: MicroBatch
+    ) -> torch.Tensor:
+        if self.rule is None:
+            return self._to_all(query, key, value, self.bias, self.distances)
+        seq = query.shape[2]
+        bias = bias_of_distances(self.bias, self.distances, seq)
+        layout = self._layout(self.rule, seq)
+        return self._in_blocks(query, key, value, layout, scale=1.0, bias=bias)
+
+
+class Attention(Sublayer):
+    """Attention of one stream to itself."""
+
+    def __init__(self, model: Model, site: str, layer: int, bias: nn.Parameter) -> None:
         super().__init__(model)
         self.head_dim = shapes.head_dim(model)
+        self.core = RelativeCore(model, layer, bias)
         inner = model.heads * self.head_dim
-        self.distances = Distances(model.position_buckets, model.position_reach, causal)
-        self.attention = OPERATIONS[model.kernels].relative_attention
         self.norm = Norm(model, model.hidden)
         self.inputs = AttentionInputs(model)
         self.output = Linear(inner, model.hidden, bias=False)
         self.dropout = Dropout(model, site)
-        self.bias = bias
 
     def result(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         query, key, value = (  # each [samples, heads, seq, head_dim]
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.inputs(x)
         )
-        mixed = self.attention(query, key, value, self.bias, self.distances)
+        mixed = self.core(query, key, value, batch)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -160,7 +179,7 @@ class EncoderBlock(nn.Module):
         super().__init__()
         site = f"encoder.{index}"
         self.streams = Split(model)
-        self.attention = Attention(model, f"{site}.attention", positions.encoder, causal=False)
+        self.attention = Attention(model, f"{site}.attention", index, positions.encoder)
         self.feed_forward = FeedForward(model, f"{site}.feed_forward")
         is_last = index == model.encoder_blocks - 1
         self.last_norm = Norm(model, model.hidden) if is_last else nn.Identity()
@@ -176,7 +195,8 @@ class DecoderBlock(nn.Module):
         super().__init__()
         site = f"decoder.{index}"
         self.streams = Split(model)
-        self.attention = Attention(model, f"{site}.attention", positions.decoder, causal=True)
+        layer = model.encoder_blocks + index
+        self.attention = Attention(model, f"{site}.attention", layer, positions.decoder)
         self.cross = CrossAttention(model, f"{site}.cross")
         self.feed_forward = FeedForward(model, f"{site}.feed_forward")
 

@@ -6,7 +6,8 @@ Architecture and initial values: Raffel et al. 2020. The torch model is `model/t
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hpczero.model.layer_work import of_embedding, of_logits
+from hpczero.model.attention_layouts import rule_of
+from hpczero.model.layer_work import core, inside_attention, keys_counted, of_embedding, of_logits
 from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_layers
 from hpczero.model.shapes import (
     NORM_OF_ROWS,
@@ -21,8 +22,9 @@ from hpczero.model.shapes import (
     ffn,
     gate,
     head_dim,
+    number_of,
 )
-from hpczero.model.work import NOTHING, Core, LayerWork, Pass, Product, WorkLayout, visible_keys
+from hpczero.model.work import NOTHING, Core, LayerWork, Pass, Product, WorkLayout
 from hpczero.spec.schema import Model
 
 _ENCODER, _DECODER = 0, 1  # the streams
@@ -125,19 +127,21 @@ def _feed_forward(name: str, model: Model) -> tuple[Parameter, ...]:
 
 
 def _operations(model: Model, seq: int) -> list[int]:
-    """Count products of matrices, and of attention's queries with all keys of their stream."""
+    """Count products of matrices, and of attention's queries with the keys of `keys_counted`."""
     encoder, decoder = model.streams(seq)
+    first = model.encoder_blocks
+    in_encoder = [keys_counted(model, layer, encoder) for layer in range(first)]
+    in_decoder = [keys_counted(model, layer, decoder) for layer in range(first, model.layers)]
     hidden, inner = model.hidden, model.heads * head_dim(model)
     of_ffn = 2 * hidden * ffn(model) * (3 if gate(model) else 2)
     of_attention = 8 * hidden * inner + of_ffn
-    of_encoder = encoder * (of_attention + 4 * encoder * inner)
-    of_decoder = decoder * (of_attention + 4 * (decoder + encoder) * inner)
-    of_decoder += (decoder + encoder) * 4 * hidden * inner  # cross-attention's maps
+    # cross-attention, and its maps
+    of_cross = decoder * 4 * encoder * inner + (decoder + encoder) * 4 * hidden * inner
     costs = [
         seq * hidden,
         0,
-        *[of_encoder] * model.encoder_blocks,
-        *[of_decoder] * model.decoder_blocks,
+        *(encoder * (of_attention + 4 * keys * inner) for keys in in_encoder),
+        *(decoder * (of_attention + 4 * keys * inner) + of_cross for keys in in_decoder),
         2 * decoder * hidden * model.vocab,
     ]
     return [round(FORWARD_AND_BACKWARD * cost) for cost in costs]
@@ -147,7 +151,8 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     """Count the activations.
 
     A block keeps its input, both streams; of its own one the residual between its parts, what norms
-    and maps make, and attention's results; of the decoder also the keys and values of the encoder.
+    and maps make, and attention's results; of the decoder also the keys and values of the encoder;
+    in blocks a bias for each head and distance.
     """
     encoder, decoder = (length / part.seq_len for length in model.streams(part.seq_len))
     of_blocks = {
@@ -171,6 +176,9 @@ def _block_bytes(
     inner = model.heads * head_dim(model) / ranks
     wide = ffn(model) / ranks
     stored = (3 if "glu" in part.kernels else 4) if gate(model) else 1
+    first, end = (model.encoder_blocks, model.layers) if other else (0, model.encoder_blocks)
+    sparse = [rule_of(model, layer) is not None for layer in range(first, end)]
+    in_blocks = sum(sparse) / max(1, len(sparse))  # share of the stream's layers
     norms = (1 + attentions) / (ranks if part.sequence else 1)
     normed = (1 + attentions) * hidden
     of_own = (1 + attentions) * hidden + attentions * hidden  # norms' results, residuals
@@ -178,10 +186,13 @@ def _block_bytes(
     heads = model.heads / ranks
     kept = element * (hidden + own * of_own + other * 2 * inner)
     kept += FP32 * own * (attentions * heads + norms)
+    kept += in_blocks * FP32 * heads * 2 * own * part.seq_len / max(1, tokens)
     if "relative_attention" not in part.kernels:
         length = own * part.seq_len
-        probabilities = (FP32 if element == FP32 else FP32 + element) * length
-        kept += own * heads * (probabilities - FP32) + 8 * length**2 / tokens  # and classes
+        # in blocks the mask, too, and probabilities before what sees nothing is left out
+        of_blocks = in_blocks * (1 + FP32 if element == FP32 else 1)
+        of_pair = of_blocks + (FP32 if element == FP32 else FP32 + element)
+        kept += own * heads * (of_pair * length - FP32) + 8 * length**2 / tokens  # and classes
     of_norms = 0.0  # bytes that PyTorch's norms keep beyond the inputs counted above
     if "rms_norm" not in part.kernels:
         of_norms = own * (2 * FP32 - element) * normed
@@ -192,7 +203,10 @@ def _block_bytes(
             of_norms += element * (own * hidden if other else (own - 1) * hidden)
     cheap = own * (FP32 * norms + element * (normed + max(0, stored - 2) * wide)) + of_norms
     of_head = 4 * FP32 * max(own, other) * part.seq_len  # probabilities, and what follows of them
-    widest = max(element * 4 * wide, element * 6 * inner + of_head)
+    widest = max(element * 4 * wide, element * 6 * inner + of_head * (in_blocks < 1))
+    if in_blocks:
+        of_bias = FP32 * 4 * heads
+        widest = max(widest, inside_attention(model, element, inner, inner) + of_bias)
     product = element * model.hidden * max((2 if gate(model) else 1) * wide, 2 * inner)
     return BlockBytes(kept + of_norms, cheap, own * widest, product)
 
@@ -218,16 +232,19 @@ def _work(model: Model, layer: Layer, layout: WorkLayout) -> LayerWork:
             backward=loss.backward + Pass(bytes=4 * rows + scales + both, launches=3),
         )
     if layer.kind == "encoder":
-        return _work_of_block(model, layout, encoder, 0)
-    return _work_of_block(model, layout, decoder, encoder)
+        return _work_of_block(model, layer, layout, (encoder, 0))
+    return _work_of_block(model, layer, layout, (decoder, encoder))
 
 
-def _work_of_block(model: Model, layout: WorkLayout, own: int, other: int) -> LayerWork:
+def _work_of_block(
+    model: Model, layer: Layer, layout: WorkLayout, lengths: tuple[int, int]
+) -> LayerWork:
     """Return the work of a block on its own positions, and on those that it looks at, if any.
 
-    Attention with a bias is made of products, so its probabilities are moved: eight numbers for
-    each pair in forward, and twelve in backward, in fp32.
+    Dense attention with a bias is made of products, so its probabilities are moved: eight numbers
+    for each pair in forward, and twelve in backward, in fp32. In blocks they stay in a cache.
     """
+    own, other = lengths
     heads, wide = layout.share(model.heads), layout.share(ffn(model))
     inner, hidden, element = heads * head_dim(model), model.hidden, layout.element
     tokens, seen = layout.samples * own, layout.samples * other
@@ -238,8 +255,7 @@ def _work_of_block(model: Model, layout: WorkLayout, own: int, other: int) -> La
         Product(tokens, up, hidden),
         Product(tokens, hidden, wide),
     ]
-    visible = visible_keys(own, 0) if other else own
-    cores = [Core(layout.samples * heads, own, own, visible, head_dim(model))]
+    cores = [core(model, layer, layout, heads)]
     if other:
         products += [
             Product(tokens, inner, hidden),
@@ -259,7 +275,8 @@ def _work_of_block(model: Model, layout: WorkLayout, own: int, other: int) -> La
     forward = cheap + 3 * parts * stream + 2 * both + (parts - 1) * 2 * tokens * inner
     backward = (3 * of_norms + 6) * parts * stream + 2 * both + tokens * of_gates[1]
     backward += (parts - 1) * 8 * tokens * inner
-    pairs = FP32 * layout.samples * heads * own * own
+    in_blocks = rule_of(model, number_of(model, layer)) is not None
+    pairs = 0.0 if in_blocks else FP32 * layout.samples * heads * own * own
     launches = (8 * parts, 16 * parts) if fused else (21 * parts, 36 * parts)
     return LayerWork(
         Pass(tuple(products), tuple(cores), element * forward + 8 * pairs, launches[0]),
@@ -293,6 +310,7 @@ T5 = Family(
         **_of_blocks(
             {
                 "attention.inputs": "attention inputs",
+                "attention.core": "attention core",
                 "attention.output": "row",
                 "feed_forward.up": "column",
                 "feed_forward.down": "row",

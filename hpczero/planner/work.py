@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpczero.model.attention_layouts import LayoutRule, rule_of
 from hpczero.model.families import family
-from hpczero.model.shapes import Layer, index_of, window
+from hpczero.model.shapes import Layer, number_of, window
 from hpczero.model.work import Pass, WorkLayout
 from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
@@ -96,8 +96,9 @@ def _part(chunk: Sequence[Layer], model: Model, memory: Memory) -> Part:
     for layer in layers_that_run([chunk]):
         sees: LayoutRule | int = 0
         if layer.is_block:
-            sees = window(model, index_of(layer))
-            if rule := rule_of(model, index_of(layer)):
+            number = number_of(model, layer)
+            sees = window(model, number)
+            if rule := rule_of(model, number):
                 sees = replace(rule, layer=0)  # other random blocks are as many
         alike = Alike(layer, recomputed(memory, layer), sees)
         counts[alike.kind] += 1

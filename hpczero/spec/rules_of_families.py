@@ -135,13 +135,6 @@ def _t5(spec: Spec) -> Iterator[Contradiction]:
             f"one for each of the nearest distances, fewer than model.position_reach = "
             f"{model.position_reach}",
         )
-    kind = model.attention.kind
-    if {*([kind] if isinstance(kind, str) else kind)} != {"dense"}:
-        yield Contradiction(
-            ("model.attention.kind", "model.family"),
-            f'model.attention.kind = {toml_repr(kind)} is not for model.family = "t5": set it to '
-            '"dense"',
-        )
 
 
 def _no_sample(model: Model, name: str, length: int) -> Contradiction:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hpczero.model.attention_layouts import EFFECT, PER_LAYER, LayoutRule, hides_nothing, rules_of
 from hpczero.model.families import known
+from hpczero.model.shapes import positions
 from hpczero.spec.keys import Contradiction
 from hpczero.spec.model import Model
 from hpczero.spec.schema import Spec
@@ -72,8 +73,9 @@ def _first_with(model: Model) -> dict[LayoutRule, int]:
 
 
 def _of_layer(rule: LayoutRule, layer: int, spec: Spec) -> Iterator[Contradiction]:
-    length, positions = spec.shortest
-    blocks = rule.blocks(positions)
+    length, shortest = spec.shortest
+    seq = positions(spec.model, layer, shortest)
+    blocks = rule.blocks(seq)
     where = f"layer {layer} ({toml_repr(rule.kind)})"
     if rule.kind == "fixed" and rule.globals > rule.window:
         yield Contradiction(
@@ -85,7 +87,7 @@ def _of_layer(rule: LayoutRule, layer: int, spec: Spec) -> Iterator[Contradictio
         yield Contradiction(
             ("model.attention.global", "model.attention.block", length),
             f"model.attention.global = {rule.globals} in {where} is more than the {blocks} blocks "
-            f"of {rule.block} that {positions} positions have: fewer, or smaller blocks",
+            f"of {rule.block} that {seq} positions have: fewer, or smaller blocks",
         )
 
 
@@ -116,18 +118,22 @@ def _of_layouts(spec: Spec) -> list[str]:
         if name not in read
     ]
     if model.kernels == "torch" and any(rules_of(model)):
-        scores = 4e-9 * model.heads * spec.seq_len**2
+        scores = 4e-9 * model.heads * max(model.streams(spec.seq_len)) ** 2
         notes.append(
             f'model.kernels = "torch" computes model.attention.kind = {named} with a mask over all '
             f"pairs: {scores:,.3g} GB of scores for a sequence and layer, several times, which no "
             "forecast counts"
         )
+    lengths = {
+        rule: (layer, positions(model, layer, spec.seq_len))
+        for rule, layer in _first_with(model).items()
+    }
     return notes + [
         f"model.attention.kind = {toml_repr(rule.kind)} of layer {layer} hides nothing in "
-        f"sequences of {spec.seq_len}, {rule.blocks(spec.seq_len)} blocks of {rule.block}: dense "
+        f"sequences of {seq}, {rule.blocks(seq)} blocks of {rule.block}: dense "
         "attention does the same, faster"
-        for rule, layer in _first_with(model).items()
-        if hides_nothing(rule, spec.seq_len, model.heads)
+        for rule, (layer, seq) in lengths.items()
+        if hides_nothing(rule, seq, model.heads)
     ]
 
 

@@ -23,7 +23,8 @@ ALLOWED = {
     "spec": {"errors", "env", "machine", "safe_files", "text"},
     "spec.rules": {"errors", "text", "model.families", "model.shapes"},
     "spec.rules_of_families": {"text", "model.shapes"},
-    "spec.rules_of_sequences": {"text", "model.attention_layouts", "model.families"},
+    "spec.rules_of_sequences": {"text"}
+    | {"model.attention_layouts", "model.families", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device", "hashing"},
     "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}

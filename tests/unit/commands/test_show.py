@@ -60,6 +60,26 @@ def test_the_picture_in_letters(spec: str, capsys: pytest.CaptureFixture[str]) -
     assert lines[3:] == ["#", " #", "  #", "#  #", " #  #", "  #  #", "#  #  #"]
 
 
+def test_the_streams_of_t5_have_layouts_of_their_own(
+    spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """62 and 14 positions: the encoder sees both ways, the decoder back."""
+    keys = "family='t5'", "seq_len=76", "vocab=359", "attention.kind='local'"
+    sets = [word for one in keys for word in ("--set", f"model.{one}")]
+    found = [facts(capsys, spec, *sets, "--layer", number) for number in ("0", "1")]
+    assert found[0]["rows"] == [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]]
+    assert found[1]["rows"] == [[0]]
+    assert [one["positions"] for one in found] == [62, 14]
+    assert [one["stream"] for one in found] == ["encoder", "decoder"]
+    assert [one["dense_pairs"] for one in found] == [62 * 62, 14 * 15 // 2]
+    assert main(["show", "attention", spec, *sets, "--layer", "1"]) == 0
+    assert capsys.readouterr().out.startswith("layer 1 (decoder): local, 14 positions in 1 blocks")
+    assert main(["check", spec, *sets]) == 0
+    hidden = 2 * 16 * (16 + 14 + 14)  # of the encoder; the decoder computes a whole block
+    share = (62 * 62 - hidden + 14 * 14) / (62 * 62 + 14 * 15 // 2)
+    assert f"local in 2 of 2 layers: {share:.1%} of dense" in capsys.readouterr().out
+
+
 def test_a_cell_of_several_blocks_is_shaded_by_how_many_are_seen() -> None:
     pattern = [[row] for row in range(256)]
     rows = [*cells(pattern)]

@@ -11,6 +11,7 @@ from hpczero.errors import InputError
 from hpczero.huggingface.architectures import ARCHITECTURES, architecture_for, differing
 from hpczero.huggingface.config import Config
 from hpczero.model.families import layers
+from hpczero.spec.attention import Attention
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Model, Spec
 from tests.support.json_values import json_values
@@ -179,3 +180,9 @@ def test_any_value_is_a_model_or_one_message(key: str, value: Any) -> None:
     except InputError as error:
         said = str(error)
     assert "config.json" in said
+
+
+def test_blocks_are_refused() -> None:
+    model = Model(family="t5", attention=Attention(kind=("dense", "local")))
+    with pytest.raises(InputError, match=r"cannot have model\.attention\.kind = "):
+        architecture_for(model, None)

@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from hpczero.model import build, families
+from hpczero.model.attention_layouts import EFFECT
 from hpczero.model.batch import MicroBatch
 from hpczero.model.modules import Dropout
+from hpczero.spec.attention import Attention
 from hpczero.spec.schema import Model
 from tests.support.real_models import real
 
@@ -111,6 +113,53 @@ def test_without_samples_there_is_a_loss_of_0_with_gradients(model: Model) -> No
     loss.backward()
     assert loss.item() == 0.0
     assert all(not one.grad.any() for one in module.parameters())
+
+
+def in_blocks(kernels: str = "auto", **keys: Any) -> Model:
+    """98 positions of the encoder and 52 of the decoder, 13 blocks and 7."""
+    long = SMALL | {"seq_len": 150, "heads": 4, "kernels": kernels}
+    return Model(**long, attention=Attention(block=8, **keys))
+
+
+def outcome(model: Model) -> list[torch.Tensor]:
+    """Return the losses of samples and the gradients of all parameters."""
+    module = real(model)
+    targets = torch.arange(52, dtype=torch.int64).expand(3, -1) % model.vocab
+    losses = module(replace(batch_of(model), targets=targets, by_sample=True))
+    return [losses, *torch.autograd.grad(losses.sum(), list(module.parameters()))]
+
+
+def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, right in zip(found, expected, strict=True):
+        assert (one - right).abs().max() <= 1e-5 * max(1.0, right.abs().max())
+
+
+@pytest.mark.parametrize("heads", ["alike", "different"])
+@pytest.mark.parametrize("kind", [kind for kind in EFFECT if kind != "dense"])
+def test_each_kind_is_the_masked_dense_formula(kind: str, heads: str) -> None:
+    keys = {"kind": kind, "heads": heads, "window": 2, "groups": (1, 3), "random": 2}
+    found, expected = (outcome(in_blocks(kernels, **keys)) for kernels in ("auto", "torch"))
+    assert_near(found, expected)
+    assert not torch.allclose(found[0], outcome(in_blocks())[0], rtol=1e-4)
+
+
+def test_blocks_that_hide_nothing_are_dense_attention() -> None:
+    assert_near(outcome(in_blocks(kind="local", window=30)), outcome(in_blocks()))
+
+
+def test_layers_of_the_decoder_come_after_those_of_the_encoder() -> None:
+    """With windows of one block, what changes in the encoder stays in its block."""
+    model = in_blocks(kind=("local", "local", "dense", "local", "dense"), window=1)
+    module, batch = real(model), batch_of(model, 1)
+    other = changed(batch, 20)
+    cores = [block.attention.core for block in (*module.encoder, *module.decoder)]
+    assert [core.rule is None for core in cores] == [False, False, True, False, True]
+    assert [core.causal for core in cores] == [False, False, True, True, True]
+    x, y = (module.layers()[0](one.tokens, one) for one in (batch, other))
+    for block in module.encoder:
+        x, y = block(x, batch), block(y, other)
+    moved = (x != y).any(-1)[0].nonzero().flatten().tolist()
+    assert moved == [*range(16, 24)]
 
 
 def test_every_dropout_has_a_site_of_its_own() -> None:

@@ -25,6 +25,7 @@ MODELS = [
     LLAMA.model_copy(update={"post_norms": True, "logit_cap": 30.0, "kv_heads": 8}),
     GPT.model_copy(update={"family": "bert", "sentences": "next"}),
     GPT.model_copy(update={"family": "bert", "norm_order": "pre", "attention": BLOCKS}),
+    GPT.model_copy(update={"family": "t5", "layers": 5, "attention": BLOCKS}),
     GPT.model_copy(update={"family": "t5", "layers": 5}),
     GPT.model_copy(update={"family": "t5", "feed_forward": "relu", "encoder_layers": 1}),
 ]

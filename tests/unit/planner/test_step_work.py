@@ -11,6 +11,8 @@ from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.sent import Sent
 from hpczero.planner.step_work import StepWork
 from hpczero.planner.volumes import Volumes
+from hpczero.planner.work import parts_of
+from hpczero.spec.attention import Attention
 from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
 
 GPUS = Platform("cuda", KERNELS_THAT_CHANGE_MEMORY["cuda"], native=True)
@@ -28,6 +30,22 @@ def spec_of(tensor: int, pipeline: int, stage: int, **tables: object) -> Spec:
     train = Train(global_batch=19, micro_batch=2)
     zero = Zero(stage=stage, node_shared=False)
     return Spec(model=MODEL, train=train, parallel=parallel, zero=zero, **tables)
+
+
+def test_blocks_of_a_decoder_have_the_layouts_after_those_of_the_encoder() -> None:
+    attention = Attention(kind=("local", "dense"))
+    model = Model(family="t5", layers=6, seq_len=626, attention=attention)
+    (part,) = parts_of([layers(model)], model, Memory())
+    counts = {(alike.layer.kind, bool(alike.sees)): count for alike, count in part.layers}
+    assert counts == {
+        ("embedding", False): 1,
+        ("positions", False): 1,
+        ("encoder", True): 2,
+        ("encoder", False): 1,
+        ("decoder", True): 1,
+        ("decoder", False): 2,
+        ("head", False): 1,
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

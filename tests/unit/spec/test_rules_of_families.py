@@ -110,10 +110,6 @@ CASES = {
         f"{T5}position_reach = 16\n",
         "fewer than model.position_reach = 16",
     ),
-    "attention of t5 in blocks": (
-        f'{T5}[model.attention]\nkind = ["dense", "local"]\n',
-        'model.attention.kind = ["dense", "local"] is not for model.family = "t5": set it to "den',
-    ),
     "ids of t5": (
         f"{T5}[data]\nspecial_ids = [0, 1]\n",
         "data.special_ids = [0, 1] must be three numbers, the ids of <pad>, </s> and <extra_id_0>",

@@ -11,6 +11,8 @@ from hpczero.spec.model import Model
 from hpczero.spec.rules import contradictions, without_effect
 from hpczero.spec.schema import Data, Schedule, Spec
 
+T5 = {"family": "t5", "seq_len": 626}  # 512 positions of the encoder and 114 of the decoder
+
 
 def spec(
     model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **keys: Any
@@ -31,6 +33,11 @@ def spec(
             spec(kind=("local", "bigbird"), **{"global": 4}, data={"seq_len": 130}),
             'model.attention.global = 4 in layer 1 ("bigbird") is more than the 3 blocks of 64 '
             "that 130 positions have: fewer, or smaller blocks",
+        ),
+        (
+            spec(kind="longformer", model=T5, **{"global": 3}),
+            'model.attention.global = 3 in layer 2 ("longformer") is more than the 2 blocks of 64 '
+            "that 114 positions have: fewer, or smaller blocks",
         ),
         (
             spec(kind="fixed", window=2, **{"global": 3}),
@@ -68,6 +75,7 @@ def test_layouts_that_cannot_be(job: Spec, text: str) -> None:
         spec(kind="longformer", **{"global": 8}),
         spec(kind="dense", model={"window": 7}),
         spec(kind="strided", model={"family": "gpt"}),
+        spec(kind=("bigbird", "bigbird", "dense", "dense"), model=T5, **{"global": 8}),
     ],
 )
 def test_layouts_that_can_be(job: Spec) -> None:
@@ -134,6 +142,15 @@ def test_what_has_no_effect_is_said() -> None:
             '"fixed" of layer 0 hides nothing in',
         ),
         (spec(kind="strided", window=2, heads="different"), ""),
+        (
+            spec(kind="local", window=3, model=T5),
+            '"local" of layer 2 hides nothing in sequences of 114, 2 blocks of 64',
+        ),
+        (
+            spec(kind=("local", "local", "dense", "dense"), window=15, model=T5),
+            '"local" of layer 0 hides nothing in sequences of 512, 8',
+        ),
+        (spec(kind=("local", "local", "dense", "dense"), window=3, model=T5), ""),
     ],
 )
 def test_a_layout_that_is_dense_is_told(job: Spec, where: str) -> None:

@@ -36,6 +36,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bert, norms before": {"family": "bert", "norm_order": "pre"},
     "t5": {"family": "t5", "dropout": 0.1},
     "t5's encoder": {"family": "t5", "encoder_layers": 1},
+    "t5 in blocks": {"family": "t5", "attention": {"kind": "longformer", "block": 8, "window": 2}},
+    "t5's encoder in blocks": {
+        "family": "t5",
+        "encoder_layers": 1,
+        "attention": {"kind": "local", "block": 8, "window": 2},
+    },
+    "t5's encoder in blocks, torch": {
+        "family": "t5",
+        "encoder_layers": 1,
+        "attention": {"kind": "fixed", "block": 8, "window": 2},
+        "kernels": "torch",
+    },
     "t5 as first published": {"family": "t5", "feed_forward": "relu", "kernels": "torch"},
     "t5's encoder, torch": {"family": "t5", "encoder_layers": 1, "kernels": "torch"},
 }
