@@ -117,8 +117,8 @@ def _of_layouts(spec: Spec) -> list[str]:
         for name in _changed(model)
         if name not in read
     ]
-    if model.kernels == "torch" and any(rules_of(model)):
-        scores = 4e-9 * model.heads * max(model.streams(spec.seq_len)) ** 2
+    if model.kernels == "torch" and model.family != "t5" and any(rules_of(model)):
+        scores = 4e-9 * model.heads * spec.seq_len**2  # those of T5 are counted
         notes.append(
             f'model.kernels = "torch" computes model.attention.kind = {named} with a mask over all '
             f"pairs: {scores:,.3g} GB of scores for a sequence and layer, several times, which no "
