@@ -117,6 +117,7 @@ def test_a_job_that_fails_says_why_and_ends_the_chain(user: User) -> None:
     assert "nowhere.h5" in user.does(*hpczero("status", "wrong"))
 
 
+@pytest.mark.slow
 def test_a_submission_whose_answer_was_lost_is_one_submission(user: User, tmp_path: Path) -> None:
     (tmp_path / "lossy").mkdir()
     program = tmp_path / "lossy" / "sbatch"

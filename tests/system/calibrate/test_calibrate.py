@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from hpczero.planner.cluster import find
 from tests.support.launch import Finished, hpczero, launch, mpirun
 
@@ -33,6 +35,7 @@ def test_two_ranks_write_a_file_that_is_not_overwritten(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["clusters"]
 
 
+@pytest.mark.slow
 def test_a_rank_alone_says_nothing_of_links(tmp_path: Path) -> None:
     done = calibrate(tmp_path, "-o", "alone.toml", "--seconds", "1", "--json")
     assert done.code == 0, done

@@ -92,6 +92,7 @@ def test_a_rank_that_skips_a_collective_is_named_after_the_job_was_killed(tmp_pa
     assert not list(written.parent.glob("*.txt")), "the watchdog's own time was not up"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_is_named_though_the_job_is_killed_soon(tmp_path: Path) -> None:
     """A scheduler sends SIGTERM when the hang has just begun, and SIGKILL some seconds later."""
     (tmp_path / "spec.toml").write_text(HANGING)

@@ -130,6 +130,7 @@ def busy_loops(core: int, count: int) -> Iterator[None]:
             one.wait()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_core_is_taken(tmp_path: Path) -> None:
     """Each rank has a core; three loops leave a quarter of one to its rank."""
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -141,6 +142,7 @@ def test_a_rank_whose_core_is_taken(tmp_path: Path) -> None:
         is_named(run, "taken")
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_its_data_from_a_slow_disk(tmp_path: Path) -> None:
     run = write(tmp_path)
     slow = tmp_path / "slow"
@@ -151,7 +153,7 @@ def test_a_rank_that_reads_its_data_from_a_slow_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_rank_that_writes_its_checkpoints_to_a_slow_disk(
     tmp_path: Path, asynchronous: bool
 ) -> None:

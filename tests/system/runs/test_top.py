@@ -101,6 +101,7 @@ def test_a_rank_that_stands_still_is_named_also_if_it_was_the_one_to_write(job: 
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+@pytest.mark.few(1)
 def test_on_a_terminal_it_is_drawn_again_until_it_is_ended(key: bytes, tmp_path: Path) -> None:
     """The terminal is then as it was before; Ctrl-Z gives it back for a while."""
     run = made(tmp_path, "seen")

@@ -111,6 +111,7 @@ def test_each_source_is_evaluated_and_eval_finds_the_same(folder: Path) -> None:
     assert found == pytest.approx(list(of_sources.values()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_tokens_of_others_are_evaluated_as_those_of_a_token_file(folder: Path) -> None:
     run(folder, 1, "judge", "--set", "train.steps=3", "--set", "train.eval_batches=0")
     with h5py.File(folder / "own.h5") as file:
@@ -152,6 +153,7 @@ def test_a_source_that_is_added_is_said_and_logged(folder: Path) -> None:
     assert "data.sources: more.npy is not read any more" in warnings
 
 
+@pytest.mark.slow
 def test_epochs_that_end_before_the_steps_are_refused_before_the_first(folder: Path) -> None:
     (folder / "spec.toml").write_text(SPEC.replace("weight", "epochs = 0.05\nweight"))
     try:
@@ -164,6 +166,7 @@ def test_epochs_that_end_before_the_steps_are_refused_before_the_first(folder: P
     assert said.count("epochs allow") == 1, "one message"
 
 
+@pytest.mark.slow
 def test_a_run_on_one_source_goes_on_with_several_and_not_back(folder: Path) -> None:
     head, _, rest = SPEC.partition("[[data.sources]]")
     single = head + 'source = "own.h5"\n' + rest[rest.index("[train]") :]

@@ -146,6 +146,7 @@ def test_a_folder_that_cannot_be_is_wrong_input(folder: Path, place: str) -> Non
     assert os.listdir(folder) == ["spec.toml"]
 
 
+@pytest.mark.slow
 def test_memory_in_place_of_storage_is_said(folder: Path, small: Path) -> None:
     """By `check` where it runs, and by the run, which goes on."""
     there = f'zero.offload="nvme:{small}/states"'

@@ -97,6 +97,7 @@ def model_of_transformers(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "model" / "tokenizer.json")
 
 
+@pytest.mark.slow
 def test_from_and_to_hugging_face(folder: Path) -> None:
     import transformers
 
@@ -114,6 +115,7 @@ def test_from_and_to_hugging_face(folder: Path) -> None:
     assert read.decode(read.encode("def main():")) == "def main():"
 
 
+@pytest.mark.slow
 def test_your_own_tokenizer(folder: Path) -> None:
     section = text_of("data.md").partition("## Your own tokenizer")[2].partition("\n## ")[0]
     said = carry_out(section, folder)
