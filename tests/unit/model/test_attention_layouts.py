@@ -158,7 +158,7 @@ def test_pairs_are_those_of_the_blocks(kind: str, causal: bool, positions: int, 
 
 
 def test_the_busiest_of_ranks_with_few_heads() -> None:
-    """Of strided heads every second one sees its neighbours alone."""
+    """Every second one of strided heads sees its neighbours alone."""
     of = rule("strided", block=8, window=2, heads="different")
     near, far = (counted(layout_of(of, 100, range(head, head + 1), 5), 100) for head in (0, 1))
     assert far > near
