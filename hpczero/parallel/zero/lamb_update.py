@@ -7,7 +7,8 @@ are added up, in fp64, between the two passes of the kernel. A fused map has one
 norm is 0, for biases and for vectors (norms) the ratio is 1; the bias of a fused map decays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -41,9 +42,7 @@ class LambUpdate(AdamWUpdate):
 
     def begin(self, step: Step) -> None:
         super().begin(step)
-        spans = [
-            span for unit in self.units for span in self.spans_to_step(unit, self.absent.of(unit))
-        ]
+        spans = [span for unit in self.units for span in self._joined(unit)]
         blocks = [block_count(span.elements.stop - span.elements.start) for span in spans]
         squares = self.units[0].master.new_empty(sum(blocks), 2)
         pieces = squares.split(blocks) if blocks else ()
@@ -51,6 +50,21 @@ class LambUpdate(AdamWUpdate):
             scalars = self.scalars_of(span.name)
             lamb_moments(span.state, span.decay, scalars, of_span, self._pool)
         self._ratios = self._made_ratios(self._summed(spans, blocks, squares))
+
+    def _joined(self, unit: Unit) -> Iterator[AdamWSpan]:
+        """Yield the owned elements to step, one span for each parameter.
+
+        The cut between what this rank writes for its node and what others write would be one in
+        the order of the sums: stages on unlike nodes would step a tied parameter differently.
+        """
+        spans = self.spans_to_step(unit, self.absent.of(unit))
+        for _, of_parameter in groupby(spans, key=lambda span: span.name):
+            first, *others = of_parameter
+            if others:
+                elements = slice(first.elements.start, others[-1].elements.stop)
+                state = self.buffers(unit, elements, None)
+                first = replace(first, elements=elements, state=state)
+            yield first
 
     def _summed(self, spans: Sequence[AdamWSpan], blocks: Sequence[int], squares: Tensor) -> Tensor:
         """Return the sums of squares of each parameter, over all ranks: fp64 [parameters, 2].

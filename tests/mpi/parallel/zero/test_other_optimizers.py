@@ -30,6 +30,7 @@ from tests.support.user_modules import ways
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usual(2)]
 
+LAMB = {"grid": (1, 1), "family": "gpt", "optimizer": "lamb", "precision": "bf16"}
 LR = {"lamb": 2e-2, "lion": 1e-3, "muon": 1e-2}
 
 
@@ -56,6 +57,17 @@ def test_a_step_of_no_length_has_a_ratio_of_1(world: World) -> None:
     expected = by_pytorch(twin, {**options, "decay": 0.0}, LR["lamb"], kind=Idle)
     spec = spec_of(1, False, LR["lamb"], name="lamb", weight_decay=0.0, **of_spec)
     assert_close(by_hpczero(world, spec, kind=Idle), expected, world.rank)
+
+
+@pytest.mark.by_mpi_alone("what a node shares is in the CPU's memory")
+def test_what_a_node_shares_changes_no_bit_of_lambs_steps(world: World) -> None:
+    """Stages of a pipeline on unlike nodes step a tied parameter alike."""
+    alone, shared = (
+        train(world, of_case(PLAIN | LAMB | {"stage": 0, "shared": shared})).weights
+        for shared in (False, True)
+    )
+    for name, weight in alone.items():
+        assert torch.equal(weight, shared[name]), name
 
 
 @pytest.mark.ranks(1, 2, 3)
