@@ -33,18 +33,15 @@ _NORMAL = Initial("normal", 0.02)
 
 
 def _layers(model: Model) -> list[Layer]:
-    lookup, hidden = "embedding.lookup", model.hidden
+    hidden = model.hidden
     first = norm_parameters("embedding.norm", hidden) if model.norm_order == "post" else ()
-    embedding = Layer(
-        "embedding",
-        (
-            Parameter(f"{lookup}.tokens", (model.vocab, hidden), _NORMAL, split=0),
-            Parameter(f"{lookup}.positions", (model.seq_len, hidden), _NORMAL),
-            Parameter(f"{lookup}.segments", (2, hidden), _NORMAL),
-            *first,
-        ),
-        only_forward=not first,
+    lookup = (
+        Parameter("embedding.lookup.tokens", (model.vocab, hidden), _NORMAL, split=0),
+        Parameter("embedding.lookup.positions", (model.seq_len, hidden), _NORMAL),
+        Parameter("embedding.lookup.segments", (2, hidden), _NORMAL),
     )
+    names = tuple(one.name for one in lookup)
+    embedding = Layer("embedding", (*lookup, *first), only_forward=names)
     blocks = [block(f"blocks.{index}", model, _NORMAL, _NORMAL) for index in range(model.layers)]
     return [embedding, *blocks, _head(model)]
 

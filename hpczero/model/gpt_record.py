@@ -26,14 +26,11 @@ from hpczero.spec.schema import Model
 def _layers(model: Model) -> list[Layer]:
     """Return the layers; projections into the residual stream start smaller."""
     normal = Initial("normal", 0.02)
-    embedding = Layer(
-        "embedding",
-        (
-            Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), normal, split=0),
-            Parameter("embedding.lookup.positions", (model.seq_len, model.hidden), normal),
-        ),
-        only_forward=True,
+    lookup = (
+        Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), normal, split=0),
+        Parameter("embedding.lookup.positions", (model.seq_len, model.hidden), normal),
     )
+    embedding = Layer("embedding", lookup, only_forward=tuple(one.name for one in lookup))
     into_residual = Initial("normal", normal.std / (2 * max(1, model.layers)) ** 0.5)
     blocks = [
         block(f"blocks.{index}", model, normal, into_residual) for index in range(model.layers)

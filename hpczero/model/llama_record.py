@@ -33,7 +33,7 @@ _NORMAL = Initial("normal", 0.02)
 def _layers(model: Model) -> list[Layer]:
     """Return the layers; projections into the residual stream start smaller."""
     lookup = Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), _NORMAL, split=0)
-    embedding = Layer("embedding", (lookup,), only_forward=True)
+    embedding = Layer("embedding", (lookup,), only_forward=(lookup.name,))
     blocks = [_block(f"blocks.{index}", model) for index in range(model.layers)]
     norm = _norm("head.norm", model, model.hidden)
     if model.tied_embeddings:

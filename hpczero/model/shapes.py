@@ -78,15 +78,15 @@ class Layer:
     """One entry of the model's list of layers.
 
     `uses` names parameters of another layer that it works with (tied embeddings).
-    `around`: some of its parameters are in use while other layers run. `only_forward`: its backward
-    needs none of its parameters (a lookup).
+    `around`: some of its parameters are in use while other layers run. `only_forward`: those that
+    its backward does not need (rows of them are looked up).
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     uses: tuple[str, ...] = ()
     around: bool = False
-    only_forward: bool = False
+    only_forward: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:

@@ -41,7 +41,7 @@ def _layers(model: Model) -> list[Layer]:
         logits = Parameter("head.logits.weight", lookup.shape, of_logits, split=0)
         head = Layer("head", (last, logits))
     return [
-        Layer("embedding", (lookup,), only_forward=True),
+        Layer("embedding", (lookup,), only_forward=(lookup.name,)),
         Layer("positions", tuple(_bias(model, name) for name in ("encoder", "decoder"))),
         *(_encoder_block(model, index) for index in range(model.encoder_blocks)),
         *(_decoder_block(model, index) for index in range(model.decoder_blocks)),

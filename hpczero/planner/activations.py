@@ -1,4 +1,4 @@
-"""Estimates of activation memory, and of the all-gathers in a step, from the pipeline's schedule.
+"""Estimates of activation memory, from the pipeline's schedule.
 
 Activations are the tensors that PyTorch's operations keep for backward in the models of
 `hpczero.model`. The temporary tensors of each moment that may be the widest count too, with
@@ -13,7 +13,7 @@ in micro-batches, for whatever size these have.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from typing import NamedTuple
 from hpczero.model.families import family, layers
 from hpczero.model.shapes import ChunkLayout, Layer, Moments, Peak
 from hpczero.parallel.activations.choice import STAY, loss_rows, partitions, recomputed
-from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
     RECEIVED_AHEAD,
@@ -33,7 +32,6 @@ from hpczero.parallel.pipeline.schedule import (
     schedule_of_stage,
     scheduled_actions,
 )
-from hpczero.parallel.states import SLOTS
 from hpczero.spec.schema import Memory, Parallel, Spec
 
 
@@ -242,158 +240,3 @@ def kinds_of(chunk: Sequence[Layer], memory: Memory) -> frozenset[tuple[tuple[st
     """Return how many layers of each kind a chunk has, and what is computed again of them."""
     running = layers_that_run([chunk])
     return frozenset(Counter((one.kind, recomputed(memory, one)) for one in running).items())
-
-
-# All-gathers of units in a step where parameters are sharded (ZeRO-3), by the rules of
-# `parallel.zero.gather`. There is room for two of the largest units. A unit that is needed and was
-# released is gathered; the least recently used ones make room for it. A pass is a forward and the
-# backwards until the next one. While it follows the longest pass of the step before, the unit that
-# comes next is gathered ahead.
-
-Use = tuple[int, ...]  # the units that are in use at the same time
-Pass = list[Use]
-
-
-_KEPT = Memory()  # of which nothing is computed again
-
-# `gathers`
-CountGathers = Callable[[Chunks, Sequence[int], Parallel, int, int, Memory], Counter[int]]
-
-
-def gathers_in_step(
-    chunks: Chunks,
-    sizes: Sequence[int],
-    parallel: Parallel,
-    stage: int,
-    micro_batches: int,
-    memory: Memory = _KEPT,
-    roughly: CountGathers | None = None,
-) -> Counter[int]:
-    """Return size of a unit -> all-gathers of units of this size.
-
-    `sizes` are those of the units, the layers that have parameters. `roughly`: counts those of
-    whole periods, and a part of a period has its share of them.
-    """
-    period = parallel.pipeline
-    few = simulated_micro_batches(parallel, micro_batches)
-    if roughly:
-        few = min(few, 2 * period)
-    count_gathers = roughly or gathers
-    before = count_gathers(chunks, sizes, parallel, stage, max(0, few - period), memory)
-    counts = count_gathers(chunks, sizes, parallel, stage, few, memory)
-    repeats = (micro_batches - few) / period
-    by_size = Counter[int]()
-    for unit, count in counts.items():
-        by_size[sizes[unit]] += count + round(repeats * (count - before[unit]))
-    return by_size
-
-
-def gathers(
-    chunks: Chunks,
-    sizes: Sequence[int],
-    parallel: Parallel,
-    stage: int,
-    micro_batches: int,
-    memory: Memory = _KEPT,
-) -> Counter[int]:
-    """Return unit -> its all-gathers, simulating every micro-batch."""
-    units = [layer for chunk in chunks for layer in chunk if layer.parameters]
-    holder = {
-        parameter.name: number
-        for number, layer in enumerate(units)
-        for parameter in layer.parameters
-    }
-    forward = [list(_forward(chunk, holder)) for chunk in chunks]
-    backward = [list(_backward(chunk, holder, memory)) for chunk in chunks]
-    passes: list[Pass] = []
-    for action in actions(parallel, len(chunks), stage, micro_batches):
-        if action.kind == "forward":
-            passes.append(list(forward[action.chunk]))
-        else:
-            passes[-1] += backward[action.chunk]
-    return simulate_gathers(sizes, passes)
-
-
-def _forward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
-    """Yield the units of each layer: all that it works with are gathered while it runs."""
-    for layer in layers_that_run([chunk]):
-        yield tuple(sorted({holder[name] for name in layer.names}))
-
-
-def _backward(chunk: Sequence[Layer], holder: dict[str, int], memory: Memory) -> Iterator[Use]:
-    """Yield unit by unit, as autograd asks for them: a shared one (the logits' weight) first.
-
-    A unit with several parameters is asked for several times, before and after what comes next is
-    gathered ahead; that of a block that is computed again is there until its gradients are.
-    """
-    for layer in reversed(layers_that_run([chunk])):
-        if not layer.only_forward:
-            asked = Counter(holder[name] for name in layer.names)
-            times = 1 if recomputed(memory, layer) == "block" else 2
-            for unit in sorted(asked):
-                yield from [(unit,)] * min(asked[unit], times)
-
-
-def simulate_gathers(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[int]:
-    """Return unit -> its all-gathers in any step but the first."""
-    orders = ([unit for unit, _, is_new in _one_by_one(uses) if is_new] for uses in passes)
-    expected = max(orders, key=len, default=[])
-    cache = _Cache(sizes)
-    for uses in passes:
-        index = 0
-        for unit, in_use, is_new in _one_by_one(uses):
-            cache.use(unit, in_use)
-            if is_new and expected[index : index + 1] == [unit]:
-                cache.expect(expected[index + 1 : index + 2], unit, in_use)
-            index += is_new
-    return cache.gathers
-
-
-def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use, bool]]:
-    """Yield each unit used, all in use with it, and False where it is the one used before."""
-    before = None
-    for use in uses:
-        for unit in use:
-            yield unit, use, unit != before
-            before = unit
-
-
-class _Cache:
-    """The gathered units and their places in memory; least recently used first."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.gathers = Counter[int]()
-        self._sizes = sizes
-        self._regions = [Gaps(SLOTS * max(sizes))]
-        self._places: dict[int, tuple[Gaps, int]] = {}
-
-    def use(self, unit: int, in_use: Use) -> None:
-        if unit not in self._places and not self._gather(unit, in_use):
-            # The units in use leave no gap that is large enough.
-            self._regions.append(Gaps(self._sizes[unit]))
-            self._gather(unit, in_use)
-        self._places[unit] = self._places.pop(unit)
-
-    def expect(self, coming: Sequence[int], now: int, in_use: Use) -> None:
-        for unit in coming:
-            if unit not in self._places:
-                self._gather(unit, (*in_use, now))
-
-    def _gather(self, unit: int, stay: Use) -> bool:
-        place = self._free_place(unit)
-        for other in list(self._places):
-            if place is None and other not in stay:
-                region, first = self._places.pop(other)
-                region.give_back(first)
-                place = self._free_place(unit)
-        if place is None:
-            return False
-        self._places[unit] = place
-        self.gathers[unit] += 1
-        return True
-
-    def _free_place(self, unit: int) -> tuple[Gaps, int] | None:
-        for region in self._regions:
-            if (first := region.take(self._sizes[unit])) is not None:
-                return region, first
-        return None

@@ -18,7 +18,8 @@ from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.zero.gather_sizes import message_sizes
 from hpczero.parallel.zero.matrix_places import Ranks
 from hpczero.planner import update_volumes
-from hpczero.planner.activations import element_bytes, gathers, gathers_in_step
+from hpczero.planner.activations import element_bytes
+from hpczero.planner.gathers import gathers, gathers_in_step
 from hpczero.planner.once import Once
 from hpczero.planner.sent import Operations, RepeatedRanks, Sent, both, runs, together
 from hpczero.spec.schema import Memory, Parallel, Spec

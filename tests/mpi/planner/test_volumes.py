@@ -50,8 +50,9 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> Volume:
 
 
 # On 4 ranks: 4 data ranks at stage 2; 2 beside 2 stages, at ZeRO 3 (interleaved) and 1; 2 beside 2
-# tensor ranks with sequence parallelism, at ZeRO 2 with one copy on a node.
-TELLING = (9, 22, 51, 31)
+# tensor ranks with sequence parallelism, at ZeRO 2 with one copy on a node. At ZeRO 3: T5 on 2
+# tensor ranks, and BERT in 2 stages.
+TELLING = (9, 22, 51, 31, 38, 56)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from hpczero.parallel.pipeline.schedule import (
     scheduled_actions,
 )
 from hpczero.parallel.pipeline.simulate import simulate
-from hpczero.planner.activations import arrived, gathers, gathers_in_step, peak, simulate_gathers
+from hpczero.planner.activations import arrived, peak
+from hpczero.planner.gathers import gathers, gathers_in_step, simulate_gathers
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.sent import Sent
 from hpczero.planner.volumes import Volumes, resolved
