@@ -109,15 +109,19 @@ def simulate_gathers(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[in
     """Return unit -> its all-gathers in any step but the first."""
     orders = ([unit for unit, _, is_new in _one_by_one(uses) if is_new] for uses in passes)
     expected = max(orders, key=len, default=[])
-    cache = _Cache(sizes)
-    for uses in passes:
-        index = 0
-        for unit, in_use, is_new in _one_by_one(uses):
-            cache.use(unit, in_use)
-            if is_new and expected[index : index + 1] == [unit]:
-                cache.expect(expected[index + 1 : index + 2], unit, in_use)
-            index += is_new
-    return cache.gathers
+    regions = [SLOTS * max(sizes)]
+    while True:
+        cache = _Cache(sizes, regions)
+        for uses in passes:
+            index = 0
+            for unit, in_use, is_new in _one_by_one(uses):
+                cache.use(unit, in_use)
+                if is_new and expected[index : index + 1] == [unit]:
+                    cache.expect(expected[index + 1 : index + 2], unit, in_use)
+                index += is_new
+        if not cache.grown:
+            return cache.gathers
+        regions += cache.grown  # in the first step, and they stay
 
 
 def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use, bool]]:
@@ -132,15 +136,17 @@ def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use, bool]]:
 class _Cache:
     """The gathered units and their places in memory; least recently used first."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], regions: Sequence[int]) -> None:
+        self.grown: list[int] = []  # sizes of regions beyond those given
         self.gathers = Counter[int]()
         self._sizes = sizes
-        self._regions = [Gaps(SLOTS * max(sizes))]
+        self._regions = [Gaps(size) for size in regions]
         self._places: dict[int, tuple[Gaps, int]] = {}
 
     def use(self, unit: int, in_use: Use) -> None:
         if unit not in self._places and not self._gather(unit, in_use):
             # The units in use leave no gap that is large enough.
+            self.grown.append(self._sizes[unit])
             self._regions.append(Gaps(self._sizes[unit]))
             self._gather(unit, in_use)
         self._places[unit] = self._places.pop(unit)
