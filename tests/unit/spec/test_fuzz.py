@@ -160,8 +160,10 @@ def outcome(path: Path, options: Namespace) -> str:
             said.write(str(error))
         shown = said.getvalue()
     assert all(line.isprintable() for line in shown.split("\n")), ascii(shown)
-    # --json repeats every key, and what the file says of it; all else is cut to its terminal
-    said_of_keys = len(path.read_bytes()) if kind == "accepted" and options.json else 0
+    # --json repeats every key, what the file says of it, and where; all else is cut to its terminal
+    said_of_keys = len(path.read_bytes()) + len(list(keys())) * len(f"{path}")
+    if kind == "refused" or not options.json:
+        said_of_keys = 0
     assert 0 < len(shown) < 20_000 + said_of_keys
     return kind
 
