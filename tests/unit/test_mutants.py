@@ -110,7 +110,7 @@ def indexes(folder: Path, seeds: range, every: int) -> Counts:
 
 def test_mutated_indexes_are_read_or_refused(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
-    print(indexes(folder, range(40), every=1000))
+    print(indexes(folder, range(20), every=1000))
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def token_files(original: Path, path: Path, seeds: range) -> Counts:
 
 
 def test_mutated_token_files_are_read_or_refused(tokens: Path, tmp_path: Path) -> None:
-    print(token_files(tokens, tmp_path / "x.h5", range(40)))
+    print(token_files(tokens, tmp_path / "x.h5", range(20)))
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("looking")
 def test_mutated_manifests_are_read_or_refused(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
-    print(manifests(folder, range(25)))
+    print(manifests(folder, range(12)))
 
 
 @pytest.mark.slow

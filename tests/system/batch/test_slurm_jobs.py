@@ -102,6 +102,7 @@ def test_a_hung_run_that_is_cancelled_is_explained_by_its_directory(user: User) 
     )
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_says_why_and_ends_the_chain(user: User) -> None:
     user.submits("wrong", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3")
     (spec,) = (user.folder / "runs" / "wrong").glob("batch/*/spec.toml")

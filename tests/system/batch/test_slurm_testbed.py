@@ -64,6 +64,7 @@ def test_up_a_second_time_takes_the_one_that_is_up(slurm: dict[str, str]) -> Non
     assert the_script("status", name).code == 0, "it was left as it is"
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_slurm_in_it_is_said(tmp_path: Path) -> None:
     name = new_name()
     folder = tmp_path / f"hpczero-slurm-{os.getuid()}-{name}"

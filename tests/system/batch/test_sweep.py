@@ -12,8 +12,9 @@ from tests.support.launch import hpczero
 from tests.support.slurm import await_that, running
 from tests.support.slurm_user import User
 
-RATES = [round(1e-3 * (1 + number), 4) for number in range(11)]
-ENTRIES = "\n".join(f'[[sweep.list]]\n"optimizer.lr" = {rate}' for rate in RATES)
+ENTRY = """[[sweep.list]]
+"optimizer.lr" = {rate:.3f}
+"""
 SWEEP = """
 name = "lr"
 model = {{ layers = 1, hidden = 16, heads = 2, seq_len = 16, vocab = 256 }}
@@ -42,35 +43,37 @@ def slurm() -> Iterator[dict[str, str]]:
         yield variables
 
 
-def test_twelve_runs_are_an_array_and_one_that_fails_is_submitted_alone(
-    slurm: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_runs_are_an_array_and_one_that_fails_is_submitted_alone(
+    slurm: dict[str, str], tmp_path: Path, count: int
 ) -> None:
     """The weights that it begins with are not there when it starts, which only the run sees."""
     user = User(tmp_path, slurm)
     weights = tmp_path / "weights"
-    (tmp_path / "sweep.toml").write_text(SWEEP.format(entries=ENTRIES, weights=weights))
-    assert "a sweep of 12 runs" in user.does(*hpczero("check", "sweep.toml"))
-    assert "12 runs" in user.does(*hpczero("submit", "sweep.toml"))
+    entries = "\n".join(ENTRY.format(rate=number / 1000) for number in range(1, count))
+    (tmp_path / "sweep.toml").write_text(SWEEP.format(entries=entries, weights=weights))
+    assert f"a sweep of {count} runs" in user.does(*hpczero("check", "sweep.toml"))
+    assert f"{count} runs" in user.does(*hpczero("submit", "sweep.toml"))
     queued = user.does("squeue", "--noheader", "--array", "--format=%F").split()
     assert len(set(queued)) == 1, "one array"
-    assert states_of(user) == {"finished": 11, "failed": 1}
+    assert states_of(user) == {"finished": count - 1, "failed": 1}
 
     said = user.does(*hpczero("status", "sweep.toml"))
-    assert f"12 runs in {tmp_path}/runs/lr: 11 finished, 1 failed" in said
+    assert f"{count} runs in {tmp_path}/runs/lr: {count - 1} finished, 1 failed" in said
     assert "lr-warm failed: the input is wrong (exit code 2)" in said
     again = "submit sweep.toml --set sweep.run=warm"
     assert f"again: hpczero {again}" in said
     logs = sorted((tmp_path / "runs" / "lr").glob("lr-*/batch/*/log-*"))
-    assert len(logs) == 12, "each run has its own"
+    assert len(logs) == count, "each run has its own"
     assert len({log.name.partition("_")[0] for log in logs}) == 1
     assert str(weights) in user.does(*hpczero("logs", "lr-warm"))
 
     saved = tmp_path / "runs" / "lr" / "lr-lr0.001" / "checkpoints" / "step-00000002"
     shutil.copytree(saved, weights)
-    assert "11 runs finished" in user.does(*hpczero("submit", "sweep.toml", "--dry-run"))
+    assert f"{count - 1} runs finished" in user.does(*hpczero("submit", "sweep.toml", "--dry-run"))
     user.does(*hpczero(*again.split()))
-    assert states_of(user) == {"finished": 12}
-    assert len(sorted((tmp_path / "runs" / "lr").glob("lr-*/batch/*/log-*"))) == 13
+    assert states_of(user) == {"finished": count}
+    assert len(sorted((tmp_path / "runs" / "lr").glob("lr-*/batch/*/log-*"))) == count + 1
     is_compared(user)
 
 

@@ -1,6 +1,7 @@
 """`hpczero calibrate` as a user runs it: alone and under mpirun."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,16 +46,22 @@ def test_a_rank_alone_says_nothing_of_links(tmp_path: Path) -> None:
     assert "link_gb_s" not in find(str(tmp_path / "alone.toml")).cluster.node.model_fields_set
 
 
-def test_wrong_input_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
-    for options, said in (
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         (("--folder", "nowhere"), "--folder nowhere"),
         (("--seconds", "0.1"), "--seconds 0.1"),
         (("-o", "nowhere/x.toml"), "there is no folder nowhere"),
         (("-o", "x.json"), "ends in .toml"),
         (("--name", "../up"), "--name"),
         (("--base", "dgx-h100"), "--base is for --from"),
-    ):
-        done = calibrate(tmp_path, *options)
-        assert (done.code, done.out, done.err.count("hpczero: ")) == (2, "", 1), done
-        assert said in done.err
+    ],
+)
+@pytest.mark.few(1)
+def test_wrong_input_is_one_message_and_leaves_nothing(
+    tmp_path: Path, options: Sequence[str], said: str
+) -> None:
+    done = calibrate(tmp_path, *options)
+    assert (done.code, done.out, done.err.count("hpczero: ")) == (2, "", 1), done
+    assert said in done.err
     assert not list(tmp_path.iterdir())

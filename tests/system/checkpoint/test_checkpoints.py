@@ -205,9 +205,9 @@ def disk(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-@pytest.mark.few(1)
 def test_a_full_disk(folder: Path, disk: Path, on_error: str, asynchronous: str) -> None:
     """The save of step 8 fails. In the background that is known at step 12 at the latest."""
     mode = f"checkpoint.on_error={on_error}", f"checkpoint.asynchronous={asynchronous}"

@@ -73,6 +73,7 @@ def blamed(folder: Path, name: str = "loop") -> tuple[str, dict[str, Any]]:
     return words.out, json.loads(data.out)
 
 
+@pytest.mark.slow
 def test_a_rank_that_skips_a_collective_is_named_after_the_job_was_killed(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     written = tmp_path / "runs" / "loop" / "watch" / "node-0000.json"

@@ -92,10 +92,10 @@ def name() -> Iterator[str]:
 
 def test_a_host_is_a_node(name: str) -> None:
     done = testbed(
-        "run", "--name", name, "--hosts", "3", "--ranks-per-host", "2", sys.executable, "-c", WHERE
+        "run", "--name", name, "--hosts", "2", "--ranks-per-host", "2", sys.executable, "-c", WHERE
     )
     assert done.code == 0, done.err
-    expected = [[f"{name}-{host}", host - 1, 2] for host in (1, 1, 2, 2, 3, 3)]
+    expected = [[f"{name}-{host}", host - 1, 2] for host in (1, 1, 2, 2)]
     assert str(expected) in done.out
 
 

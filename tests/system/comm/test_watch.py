@@ -210,6 +210,7 @@ def test_a_rank_that_leaves_an_operation_under_way(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     failed(tmp_path, "stopped", r"not come: rank 1 on \S+: step 12; its process is stopped")
 

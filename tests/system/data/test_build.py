@@ -85,6 +85,7 @@ def test_wrong_commands_are_refused_in_one_line(folder: Path) -> None:
     assert "No such file" in refused("show", "missing.h5", folder=folder)
 
 
+@pytest.mark.slow
 def test_killed_by_the_system_the_same_command_goes_on_to_the_same_bytes(folder: Path) -> None:
     """Killed for real at moments of no choice of ours: as the output grows, and with time to
     reach a commit.

@@ -15,6 +15,7 @@ from tests.support.tiny_run import SPEC, train
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
+pytestmark = pytest.mark.slow
 
 TOKENS = 5 * 16  # of a step
 

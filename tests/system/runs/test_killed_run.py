@@ -20,6 +20,7 @@ pytest.importorskip("mpi4py", reason="training needs mpi4py")
 ENDLESS = "--set", "train.steps=100000", "--set", "train.eval_every=2"
 
 
+@pytest.mark.slow
 def test_the_time_of_a_killed_run_is_booked(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     run = tmp_path / "runs" / "tiny"

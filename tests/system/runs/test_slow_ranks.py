@@ -107,6 +107,7 @@ def pulses(pid: int) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_again_and_again(tmp_path: Path) -> None:
     run = write(tmp_path)
     with running(tmp_path, [RUN] * 3):

@@ -77,6 +77,7 @@ def test_ranks_are_seen_from_outside_and_nothing_is_written_unasked(job: Job) ->
     assert "4 ranks: seen " in words.out
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_also_if_it_was_the_one_to_write(job: Job) -> None:
     process, run = job
     wait_for(lambda: seen(run)["ranks"], process)

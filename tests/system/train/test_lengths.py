@@ -30,6 +30,7 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in metrics]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_amid_a_length(tmp_path: Path) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

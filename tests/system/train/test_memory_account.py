@@ -114,6 +114,7 @@ with hpczero.initialize(net, spec) as engine:
 KEPT = 4 * 4096 * 1024 * 2  # bytes: before and behind the GELU
 
 
+@pytest.mark.slow
 def test_what_a_loop_of_ones_own_holds(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     done = launch([*mpirun(2), sys.executable, "loop.py"], 120, tmp_path)

@@ -82,6 +82,7 @@ def events(folder: Path, name: str, kind: str) -> list[Mapping[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_resumed_on_other_ranks_is_the_run_without_interruption(
     folder: Path,
 ) -> None:
@@ -131,6 +132,7 @@ def test_tokens_of_others_are_evaluated_as_those_of_a_token_file(folder: Path) -
     assert together / sum(counts) == pytest.approx(own["loss"], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_source_that_is_added_is_said_and_logged(folder: Path) -> None:
     run(folder, 1, "added", "--set", "train.steps=10")
     before = losses(folder, "added")

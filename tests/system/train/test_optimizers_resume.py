@@ -56,8 +56,8 @@ def run(folder: Path, ranks: int, name: str, *settings: str) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-@pytest.mark.few(1)
 def test_the_steps_after_a_resume_are_those_without_one(
     job: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -104,7 +104,8 @@ def test_asked_to_stop_it_saves_and_goes_on(folder: Path, number: signal.Signals
     assert "sines: finished" in status.out
 
 
-def test_what_was_stopped_is_what_was_not(folder: Path, everything: bool) -> None:
+@pytest.mark.slow
+def test_what_was_stopped_is_what_was_not(folder: Path) -> None:
     """To the bit, the generators of the ranks included."""
     write_spec(folder, steps=24, every=10, keep="0")
     whole = train(folder)
@@ -116,10 +117,9 @@ def test_what_was_stopped_is_what_was_not(folder: Path, everything: bool) -> Non
     assert list(expected) == list(range(1, 25))
     assert lines(again.out) == {step: expected[step] for step in range(11, 25)}
     assert "WARN" not in again.err
-    if everything:
-        done = train(folder, 3)
-        assert done.code == 0, done
-        assert not lines(done.out), "all steps are done"
+    done = train(folder, 3)
+    assert done.code == 0, done
+    assert not lines(done.out), "all steps are done"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ with hpczero.initialize(module, spec) as engine:
 """
 
 
+@pytest.mark.slow
 def test_every_second_of_a_loop_that_was_killed_is_booked(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(PROGRAM)
     run = tmp_path / "runs" / "loop"

@@ -59,6 +59,7 @@ def carry_out(text: str, folder: Path) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_llama_of_your_own(folder: Path) -> None:
     page = text_of("your-llama.md")
     (spec,) = (block for language, block in BLOCK.findall(page) if language == "toml")

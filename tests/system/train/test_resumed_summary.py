@@ -26,6 +26,7 @@ eval_batches = 2
 """
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_own_figures_apart_from_its_last_job(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     run = tmp_path / "runs" / "tiny"

@@ -200,7 +200,8 @@ def test_a_rank_that_raises_says_so_and_ends_the_job(folder: Path, rank: int) ->
     assert re.search(rf"rank {rank} on \S+: ValueError: the disk of this node is on fire", said[0])
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(
     folder: Path, victim: int
 ) -> None:

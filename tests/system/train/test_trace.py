@@ -68,8 +68,8 @@ def spans_of(trace: dict[str, Any], rank: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.few(1)
 def test_a_traced_run(folder: Path, ranks: int) -> None:
     run(folder, ranks, "name=plain")
     done = run(folder, ranks, "name=traced", "train.trace=true")

@@ -111,6 +111,7 @@ def test_the_callback_has_seen_every_line(resumed: Any) -> None:
     assert told == [line["event"] for line in lines_of(folder / "runs/tiny/events.jsonl")]
 
 
+@pytest.mark.slow
 def test_what_a_callback_never_closes_is_written_all_the_same(tmp_path: Path) -> None:
     """Python writes and closes what modules hold at its end: nothing may cut that short."""
     (tmp_path / "spec.toml").write_text(SPEC + '[track]\ncallback = "of_mine:see"\n')

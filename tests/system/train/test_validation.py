@@ -228,8 +228,8 @@ def pieces_of_documents(path: Path, kind: str, seq_len: int) -> "list[torch.Tens
     return [tokens[begin:end] for begin, end in cuts if end - begin > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked", "padded"])
-@pytest.mark.few(1)
 def test_documents_count_alone_at_another_length_and_layout(
     folder: Path, kind: str, tmp_path: Path
 ) -> None:

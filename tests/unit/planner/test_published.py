@@ -42,6 +42,7 @@ def test_zero_on_v100() -> None:
     assert mean(errors) <= 0.12
 
 
+@pytest.mark.slow
 def test_mosaic_by_fits_that_have_not_seen_the_model() -> None:
     errors = sizes(left_out(a100()))
     assert len(errors) == 139

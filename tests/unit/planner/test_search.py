@@ -169,8 +169,10 @@ def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
     assert counts.timed + counts.too_large + counts.needless == tried
 
 
-@pytest.mark.parametrize("memory_gb", [2.5, 16])
-@pytest.mark.parametrize(("nodes", "spared"), [(1, 3), pytest.param(2, 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("nodes", "spared", "memory_gb"), [(1, 3, 16), (1, 3, 2.5), (2, 16, 16), (2, 16, 2.5)]
+)
+@pytest.mark.few(1)
 def test_bounds_lose_no_row_of_the_table(nodes: int, spared: int, memory_gb: float) -> None:
     """At most one layout in `spared` is timed of those that a thorough search times."""
     of, machine = space(Allocation.of_nodes(nodes, 4), memory_gb)
