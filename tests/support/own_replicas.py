@@ -14,7 +14,8 @@ from tests.support.own_loops import Loop, Small
 from tests.support.replicas import METHODS, own_spec_of
 from tests.support.user_modules import made
 
-SEED, STEPS = 3, 12
+SEED = 1  # no sign hangs by a rounding: gradients off by 6e-8 of their largest, the same losses
+STEPS = 12
 LOCAL = [name for name in METHODS if "local" in name]
 
 
