@@ -75,6 +75,7 @@ class Watch:
         self._published: set[int] = set()  # ranks that rested at the last look
         self._suspected: Wait | None = None
         self._done = threading.Event()
+        self._looking = threading.Lock()  # held while files of the folder are written, unasked
         self._stacks = Stacks()
         status.identify(self._stacks.fileno())
         self._asked = Asked() if stacks.is_free(stacks.ASK) else None
@@ -102,6 +103,13 @@ class Watch:
             if self._rank == min(self._members):
                 remove(folder / "report")
         self._folder = folder
+
+    def leave(self, folder: Path) -> None:
+        """Write there no more, as it may be removed; a file server that hangs is not waited for."""
+        if self._folder == folder:
+            self._folder = None
+            if self._looking.acquire(timeout=_REPORTING):
+                self._looking.release()
 
     def stop(self) -> None:
         """Stop watching; to be called when all ranks have come to the end."""
@@ -170,31 +178,34 @@ class Watch:
 
     def _states(self) -> dict[int, RankState]:
         """Return the states of this node's ranks, and those that other nodes have published."""
-        states = self._states_on_node()
-        if not self._folder:
+        states, folder = self._states_on_node(), self._folder
+        if not folder:
             return states
         for node in {member.node for member in self._members.values()} - {self._node}:
-            written = node_file.read(node_file.path_of(self._folder, node))
+            written = node_file.read(node_file.path_of(folder, node))
             # nothing has happened there since, or it would have been written again
             ago = max(0.0, time.time() - written.at)
             states |= {rank: state.older(ago) for rank, state in written.states.items()}
         return states
 
     def _write_files(self) -> None:
-        self._publish()
-        if self._live and self._folder:
-            try:
-                self._live.look(self._folder)
-            except Exception:  # nobody's looking on may end a job
-                self._live = None
+        with self._looking:
+            if folder := self._folder:
+                self._publish(folder)
+                self._answer(folder)
 
-    def _publish(self) -> None:
+    def _answer(self, folder: Path) -> None:
+        try:
+            if self._live:
+                self._live.look(folder)
+        except Exception:  # nobody's looking on may end a job
+            self._live = None
+
+    def _publish(self, folder: Path) -> None:
         """Write the node's file where more ranks than before have long done nothing, or if asked.
 
         One rank of them writes; a rank that waits is able to.
         """
-        if self._folder is None:
-            return
         if self._asked and self._asked.again():
             self.record(f"rank {self._rank} was asked (SIGUSR1)")
         states = self._states_on_node(whole=False)
@@ -205,7 +216,7 @@ class Watch:
             self._rested[rank] = state.resting
         least, most = _QUIET
         patience = min(self._seconds / 2, max(least, min(most, _LONGER * self._longest)))
-        if patience > _QUIET_AT_STOP and self._is_to_end(states):
+        if patience > _QUIET_AT_STOP and self._is_to_end(states, folder):
             patience = _QUIET_AT_STOP
         resting = {rank for rank, state in states.items() if state.resting > patience}
         is_more = not resting <= self._published
@@ -218,12 +229,11 @@ class Watch:
             words = f"nothing new for {patience:.0f} s on {len(resting)} of {len(states)} ranks"
             self.record(words, silent)
 
-    def _is_to_end(self, states: Mapping[int, RankState]) -> bool:
+    def _is_to_end(self, states: Mapping[int, RankState], folder: Path) -> bool:
         """Return True if the run was asked to stop, by a signal or a file, and a rank rests."""
         if all(state.resting <= _QUIET_AT_STOP for state in states.values()):
             return False
-        stop = self._folder.parent / STOP if self._folder else None
-        return self._status.is_to_end or (stop is not None and stop.exists())
+        return self._status.is_to_end or (folder.parent / STOP).exists()
 
     def record_failure(self, words: str) -> None:
         """Record that this rank fails; a file server that does not answer is not waited for."""
@@ -238,14 +248,15 @@ class Watch:
 
     def record(self, reason: str, of_ranks: Sequence[int] | None = None) -> None:
         """Write what the node's ranks are doing, with the stacks of some (None: all) of them."""
-        if self._folder is None:
+        folder = self._folder
+        if folder is None:
             return
         states = self._states_on_node()
         asked = sorted(states) if of_ranks is None else of_ranks[:_ASKED_FOR_STACKS]
         stacks_of_ranks = self._stacks_of(asked, states)
         notes = rank_process.notes(states)
         file = NodeFile(time.time(), reason, states, stacks_of_ranks, notes)
-        node_file.write(node_file.path_of(self._folder, self._node), file, self._rank)
+        node_file.write(node_file.path_of(folder, self._node), file, self._rank)
 
     # -------------------------------------------------------------------------------- the report
 
@@ -258,8 +269,8 @@ class Watch:
         words = f"{self._speaker()}: {self._try_to_explain(wait, self._states)}"
         if self._is_first_node():
             print(words, file=sys.stderr, flush=True)
-        if self._folder:
-            path = node_file.path_of(self._folder, self._node, "txt")
+        if folder := self._folder:
+            path = node_file.path_of(folder, self._node, "txt")
             node_file.write_whole(path, words, self._rank)
             waits_in = self._status.in_words(wait.point)
             self.record(f"the watchdog ended the job: rank {self._rank} waited in {waits_in}")
@@ -283,11 +294,12 @@ class Watch:
         return True
 
     def _is_first_node(self) -> bool:
-        if not self._folder:
+        folder = self._folder
+        if not folder:
             return True
         try:
-            make_own_folder(self._folder)
-            write_new(self._folder / "report", "")
+            make_own_folder(folder)
+            write_new(folder / "report", "")
         except FileExistsError:
             return False
         except (OSError, InputError):
@@ -329,11 +341,12 @@ class Watch:
         return {rank: text for rank, text in zip(asked, written, strict=True) if text}
 
     def _stacks_elsewhere(self, ranks: Collection[int]) -> dict[int, str]:
-        if not self._folder:
+        folder = self._folder
+        if not folder:
             return {}
         texts: dict[int, str] = {}
         for node in {self._members[rank].node for rank in ranks} - {self._node}:
-            published = node_file.read(node_file.path_of(self._folder, node)).stacks
+            published = node_file.read(node_file.path_of(folder, node)).stacks
             texts |= {rank: text for rank, text in published.items() if rank in ranks}
         return texts
 

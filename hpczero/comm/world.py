@@ -121,9 +121,13 @@ class World(Nodes):
 
     def watch_in(self, folder: Path) -> None:
         """Let the watchdog, if there is one, write in this folder; on all ranks."""
-        world = self if self._whole is None else self._whole
-        if world._watch:
-            world._watch.use(folder)
+        if watch := (self._whole or self)._watch:
+            watch.use(folder)
+
+    def watch_no_more_in(self, folder: Path) -> None:
+        """Let the watchdog write there no more; on all ranks."""
+        if watch := (self._whole or self)._watch:
+            watch.leave(folder)
 
     @property
     def trace(self) -> Trace:

@@ -90,9 +90,7 @@ def initialize(
 
 
 class Training:
-    """A module in training: call it, then `backward` (once or more), then `step`.
-
-    All methods are collective: every rank calls the same.
+    """A module in training: call it, then `backward` (once or more), then `step`, on every rank.
 
     `rank` and `size`: of this process among those that have samples of their own (a group of tensor
     ranks has one number); `is_first`: on one process of all. `dtype` and `device`: of the
@@ -293,6 +291,7 @@ class Training:
             with ExitStack() as closing:  # all is closed also where a save or a step has failed
                 for world in reversed(self._worlds):
                     closing.callback(world.close)
+                closing.callback(self.run.let_go)
                 closing.callback(self.engine.close, machine.memory().usable)
                 if self._cut:
                     closing.callback(self._cut.close)

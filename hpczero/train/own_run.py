@@ -93,7 +93,7 @@ class OwnRun:
             self._log.directory = self.world.run_on_all(
                 lambda: RunDirectory.claim(spec, resume=False, fresh=False) if first else None
             )
-            self.world.watch_in(run_directory.path_of(spec) / node_file.FOLDER)
+            self.world.watch_in(self._watched)
             self._log.start(setup.places_of_ranks(self.world))
             self.clock.open(self._log.path, self._log.warn)
             copies = WIDTH * saved_elements(self.engine)
@@ -105,6 +105,14 @@ class OwnRun:
                 )
             self._claimed = self._in_folder(None, behind)
         return self._claimed
+
+    @property
+    def _watched(self) -> Path:
+        return run_directory.path_of(self.spec) / node_file.FOLDER
+
+    def let_go(self) -> None:
+        """Leave the run's directory alone, which may be removed now."""
+        self.world.watch_no_more_in(self._watched)
 
     def _in_folder(self, path: Path | None, behind: bool = False) -> Checkpoints:
         """Return the checkpoints in this folder (None: the run's); `behind`: saved from copies."""

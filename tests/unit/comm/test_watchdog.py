@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.comm import node_file, watchdog
+from hpczero.comm import live, node_file, watchdog
 from hpczero.comm.status import RankState, Status
 from hpczero.comm.watchdog import Member, Watch
 
@@ -30,7 +31,7 @@ def test_the_nodes_file_is_written_by_a_rank_that_waits_not_by_one_that_is_stuck
     watch._asked, watch._rested, watch._longest = None, {}, 0.0
     watch._states_on_node = lambda whole=True: states
     watch._stacks_of = lambda ranks, states: {}
-    watch._publish()
+    watch._publish(watch._folder)
     written = watch._folder / "node-0000.json"
     assert written.exists() == (rank == 1)
     if rank == 1:
@@ -70,14 +71,14 @@ class Quiet(Watch):
         self.states = {
             rank: RankState(1, 1, 1, 3, 0.0, seconds, "x") for rank, seconds in enumerate(rested)
         }
-        self._publish()
+        self._publish(self._folder)
         return node_file.read(path).reason
 
 
 def test_a_slot_that_changes_while_it_is_read_rests_for_less_than_nothing(tmp_path: Path) -> None:
     watch = Quiet(tmp_path)
     watch.states = {1: RankState(1, 1, 1, 3, -0.001, None, "")}
-    watch._publish()
+    watch._publish(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -160,6 +161,47 @@ def test_a_folder_that_is_known_later_is_written_without_what_was_there(
     assert "test_watchdog.py" in file.stacks[0]
     assert file.states[0].pid == os.getpid()
     assert abs(file.at - time.time()) < 60
+
+
+def test_a_folder_that_was_left_does_not_come_back(alone: Watch, tmp_path: Path) -> None:
+    """A program that goes on may remove the run; it may have begun another one, too."""
+    folder = tmp_path / "watch"
+    alone.use(folder)
+    alone._write_files()
+    assert live.asked_in(folder).exists()
+    alone.leave(tmp_path / "of another run" / "watch")
+    assert alone._folder == folder
+    alone.leave(folder)
+    shutil.rmtree(folder)
+    assert alone._live
+    alone._live._next_look = 0.0
+    alone._write_files()
+    record(alone, "nowhere")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_folder_is_left_once_nothing_is_written(
+    alone: Watch, tmp_path: Path, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that does not answer keeps nobody."""
+    begun, answered = threading.Event(), threading.Event()
+
+    def look(watching: live.Live, folder: Path) -> None:
+        begun.set()
+        assert answered.wait(60)
+
+    monkeypatch.setattr(live.Live, "look", look)
+    alone.use(tmp_path)
+    assert begun.wait(60), "the thread has not looked"
+    monkeypatch.setattr(watchdog, "_REPORTING", 60.0 if answers else 0.05)
+    leaving = threading.Thread(target=alone.leave, args=[tmp_path])
+    leaving.start()
+    leaving.join(0.5 if answers else 60)
+    assert leaving.is_alive() == answers
+    answered.set()
+    leaving.join(60)
+    assert not leaving.is_alive()
 
 
 def test_a_rank_that_is_asked_records_and_goes_on(alone: Watch, tmp_path: Path) -> None:
