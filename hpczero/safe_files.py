@@ -25,6 +25,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -111,22 +112,18 @@ def touch(path: Path) -> None:
 # ------------------------------------------------------------------------- files in one piece
 
 
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def written_whole(path: Path) -> AbstractContextManager[BinaryIO]:
     """Write a file under a temporary name inside the context, and give it its name at the end.
 
     An older file keeps the name until then. A link of that name is replaced, not followed; a pipe,
     a device or a folder is an OSError.
     """
-    with _written(path, durably=False) as file:
-        yield file
+    return _written(path, durably=False)
 
 
-@contextlib.contextmanager
-def written_durably(path: Path) -> Iterator[BinaryIO]:
+def written_durably(path: Path) -> AbstractContextManager[BinaryIO]:
     """Write as `written_whole` does; the content is on the disk before it gets the name."""
-    with _written(path, durably=True) as file:
-        yield file
+    return _written(path, durably=True)
 
 
 @contextlib.contextmanager
@@ -134,7 +131,10 @@ def _written(path: Path, durably: bool) -> Iterator[BinaryIO]:
     temporary = path.with_name(path.name + ".new")
     _refuse_special(path)
     remove(temporary)
-    descriptor = create(temporary)
+    try:
+        descriptor = create(temporary)
+    except OSError as error:  # names the file that was asked for
+        raise OSError(error.errno, error.strerror, str(path)) from error
     created = os.fstat(descriptor)
     try:
         with os.fdopen(descriptor, "wb") as file:

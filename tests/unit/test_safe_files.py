@@ -93,6 +93,8 @@ def test_what_fails_leaves_what_had_the_name(tmp_path: Path, victim: Path) -> No
     with pytest.raises(OSError, match="it is no plain file"):
         safe_files.write_text(tmp_path / "pipe", "text")
     assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(FileNotFoundError, match=r"'.*/nowhere/file'$"):
+        safe_files.write_text(tmp_path / "nowhere" / "file", "text")
 
 
 def test_a_tree_is_not_removed_through_a_link(tmp_path: Path, victim: Path) -> None:
