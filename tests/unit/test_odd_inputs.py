@@ -42,6 +42,7 @@ def test_an_import_of_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:2], "file", "nothing"])
+@pytest.mark.few(1)
 def test_an_export_to_what_is_no_folder_is_refused(tmp_path: Path, kind: str) -> None:
     """Nor is anything made where one above it is none."""
     path = tmp_path / "out"
@@ -57,6 +58,7 @@ def test_an_export_to_what_is_no_folder_is_refused(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(1)
 def test_a_data_source_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = odd(tmp_path / "text.h5", kind)
     (tmp_path / "spec.toml").write_text(f'data.source = "{path}"\n')

@@ -87,6 +87,7 @@ def plain(example: ModuleType, initial: list[dict[str, torch.Tensor]]) -> list[f
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.few(5)
 def test_every_stage_equals_plain_pytorch(
     world: World, shared_folder: str, name: str, everything: bool
 ) -> None:
@@ -107,7 +108,7 @@ def test_every_stage_equals_plain_pytorch(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_it_goes_on_to_the_bit_and_elsewhere_as_close_as_grids_are(
     world: World, shared_folder: str, name: str
 ) -> None:

@@ -65,7 +65,7 @@ def serial() -> Serial:
 
 
 @pytest.mark.cases(of=selection)
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     """Cases in which every two values of two settings meet; with --slow all combinations of
     grid, schedule, sequence, stage and sharing.

@@ -102,6 +102,7 @@ def test_gradients_that_come_in_other_orders_on_other_ranks(world: World) -> Non
 
 @SHARE_HALVES
 @pytest.mark.parametrize("case", ["convolutions", "odd"])
+@pytest.mark.few(1)
 def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
     """The gradient of a parameter outside the layers comes early in a backward, while its sum of
     the previous backward is still in flight.
@@ -167,7 +168,7 @@ def test_layers_that_only_some_ranks_use(world: World, everything: bool) -> None
 @SHARE_SAMPLES
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_stages_are_bitwise_equal_in_half_precision(
     world: World, case: str, precision: str, everything: bool
 ) -> None:

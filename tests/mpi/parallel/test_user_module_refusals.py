@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_refused_backward_changes_nothing(world: World, stage: int, shared: bool) -> None:
     norms = []
     for asked in (False, True):

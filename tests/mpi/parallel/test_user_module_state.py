@@ -53,6 +53,7 @@ def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.few(1)
 def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(
     world: World, precision: str
 ) -> None:

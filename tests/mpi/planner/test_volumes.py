@@ -74,7 +74,7 @@ def test_every_byte(world: World, number: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("batch", [2, 23])
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int) -> None:
     with laid_out(world, 2) as nodes:
         spec = job(batch, zero={"stage": stage, "node_shared": shared})
@@ -110,7 +110,7 @@ def divisions(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(of=divisions)
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 def test_shards_inside_replicas_between(world: World, case: dict[str, Any]) -> None:
     zero = {key: case[key] for key in ("shard_ranks", "stage", "node_shared")}
     parallel = {key: size for key, size in case.items() if key not in zero}
@@ -130,7 +130,7 @@ def exchanges(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(of=exchanges)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_replicas_that_exchange_in_other_forms(world: World, case: dict[str, Any]) -> None:
     """Each rank is a replica, or two of a node are one: averages are those of the last replicas."""
     parallel = {key: size for key, size in case.items() if key not in ("exchange", "stage")}
@@ -159,7 +159,7 @@ def compressed_gathers(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(of=compressed_gathers)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_weights_that_are_gathered_in_8_bits(world: World, case: dict[str, Any]) -> None:
     parallel = {axis: case[axis] for axis in ("tensor", "pipeline") if axis in case}
     zero = {"stage": case["stage"], "node_shared": case["shared"]}

@@ -24,7 +24,7 @@ LOCALS = pytest.mark.parametrize("method", LOCAL)
 @STAGES
 @LOCALS
 @pytest.mark.parametrize("at", [3, 4])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_forward_with_gradients_inside_averaged_changes_nothing(
     world: World, method: str, stage: int, at: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_replicas_come_together(world: World, method: str, stage: int, steps: in
 
 @STAGES
 @LOCALS
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_what_is_on_its_way_is_not_added_to_what_is_loaded(
     world: World, shared_folder: str, method: str, stage: int
 ) -> None:
@@ -103,7 +103,7 @@ LATE = {"outer": {"every": 2, "begin": 5, "lr": 0.9, "momentum": 0.3}}
 
 @STAGES
 @pytest.mark.parametrize("at", [4, 5, 8])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_gradients_are_summed_until_local_steps_begin(
     world: World, shared_folder: str, stage: int, at: int
 ) -> None:
@@ -127,7 +127,7 @@ def test_gradients_are_summed_until_local_steps_begin(
 
 
 @STAGES
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_replicas_that_sum_again_have_the_same_weights(
     world: World, shared_folder: str, stage: int
 ) -> None:

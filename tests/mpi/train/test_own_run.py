@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_on_the_same_layout_it_goes_on_to_the_bit(
     world: World, shared_folder: str, behind: bool, precision: str
 ) -> None:
@@ -174,6 +174,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.few(2)
 def test_any_optimizer_goes_on_to_the_bit_and_on_another_layout(
     world: World, shared_folder: str, name: str
 ) -> None:

@@ -303,7 +303,7 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
     assert user.losses("parts") == user.losses("whole")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_token_file_is_built_in_a_job_that_a_second_one_finds_done(user: User) -> None:
     (user.folder / "runs").mkdir()
     for name in ("one", "two"):

@@ -17,6 +17,7 @@ def calibrate(folder: Path, *options: str, ranks: int = 0) -> Finished:
     return done
 
 
+@pytest.mark.slow
 def test_two_ranks_write_a_file_that_is_not_overwritten(tmp_path: Path) -> None:
     options = ("--name", "mine", "--seconds", "1", "--folder", str(tmp_path))
     done = calibrate(tmp_path, *options, ranks=2)
@@ -57,7 +58,7 @@ def test_a_rank_alone_says_nothing_of_links(tmp_path: Path) -> None:
         (("--base", "dgx-h100"), "--base is for --from"),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_wrong_input_is_one_message_and_leaves_nothing(
     tmp_path: Path, options: Sequence[str], said: str
 ) -> None:

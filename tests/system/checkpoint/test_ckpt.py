@@ -59,6 +59,7 @@ def ckpt(*arguments: object, ranks: int = 0, code: int = 0) -> str:
     return done.out
 
 
+@pytest.mark.slow
 def test_what_a_run_saved_is_listed_and_good(output: Path, everything: bool) -> None:
     found = json.loads(ckpt("ls", output, "--json"))
     assert [(one["step"], one["state"], one["ranks"]) for one in found] == [

@@ -90,6 +90,7 @@ def name() -> Iterator[str]:
     assert not left
 
 
+@pytest.mark.slow
 def test_a_host_is_a_node(name: str) -> None:
     done = testbed(
         "run", "--name", name, "--hosts", "2", "--ranks-per-host", "2", sys.executable, "-c", WHERE

@@ -264,6 +264,7 @@ def test_the_same_whatever_carries_the_collectives(
     assert re.search(said, ended.err), ended.err
 
 
+@pytest.mark.slow
 def test_different_operations(tmp_path: Path) -> None:
     there_and_here = (
         r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of "

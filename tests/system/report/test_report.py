@@ -29,6 +29,7 @@ def test_several_runs_get_a_page_here_or_where_it_is_asked_for(tmp_path: Path) -
     assert "All together" in (tmp_path / "other.html").read_text()
 
 
+@pytest.mark.slow
 def test_slides_and_a_lab_book(tmp_path: Path) -> None:
     pytest.importorskip("PIL.Image", reason="slides need Pillow")
     run = run_folders.made(tmp_path)

@@ -42,6 +42,7 @@ def test_it_stops_in_time_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     assert (run / "checkpoints" / f"step-{summary['steps']:08d}" / "MANIFEST.json").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_too_short_for_anything_still_makes_a_step(tmp_path: Path) -> None:
     """Or a chain of such jobs would never end."""
     (tmp_path / "spec.toml").write_text(SPEC)

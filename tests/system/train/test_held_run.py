@@ -18,6 +18,7 @@ train = { steps = 2, global_batch = 2, device = "cpu", precision = "fp32" }
 
 
 @pytest.mark.parametrize("job", [{"PBS_JOBID": "17.headnode"}, {}])
+@pytest.mark.few(1)
 def test_the_job_waits_and_then_has_failed_alone(tmp_path: Path, job: dict[str, str]) -> None:
     """Exit code 2 would tell the chain that the input is wrong; it is right where nobody waits."""
     (tmp_path / "spec.toml").write_text(SPEC)

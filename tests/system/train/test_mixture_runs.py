@@ -94,6 +94,7 @@ def test_a_run_stopped_and_resumed_on_other_ranks_is_the_run_without_interruptio
     assert losses(folder, "parts") == pytest.approx(whole, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_each_source_is_evaluated_and_eval_finds_the_same(folder: Path) -> None:
     run(folder, 2, "evaluated", "--set", "train.eval_batches=1000")
     [facts] = events(folder, "evaluated", "eval")

@@ -158,6 +158,7 @@ def test_memory_in_place_of_storage_is_said(folder: Path, small: Path) -> None:
     assert f"note: zero.offload: {small}/states is in memory here (tmpfs)" in checked.out
 
 
+@pytest.mark.slow
 def test_a_folder_without_room_is_refused(folder: Path, small: Path) -> None:
     """Two ranks of 0.4 M parameters: 4.5 MB of states in files."""
     done = launch(command(2, f'zero.offload="nvme:{small}"'), 60, folder)

@@ -87,7 +87,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_asked_to_stop_it_saves_and_goes_on(folder: Path, number: signal.Signals) -> None:
     with endless(folder) as process:
         ranks_of(process)[-1].send_signal(number)
@@ -215,7 +215,7 @@ other.close()
 
 
 @pytest.mark.parametrize(("how", "code"), [("stop", 75), ("closed", 0), ("left open", 1)])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_two_engines_that_nobody_gave_a_world(tmp_path: Path, how: str, code: int) -> None:
     """MPI ends with the last of them."""
     (tmp_path / "two.py").write_text(TWO)

@@ -60,6 +60,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_run_hears_nothing_of_its_trackers(resumed: Any) -> None:
     folder, jobs = resumed
     assert [(job.code, job.err) for job in jobs] == [(0, ""), (0, "")]
@@ -122,6 +123,7 @@ def test_what_a_callback_never_closes_is_written_all_the_same(tmp_path: Path) ->
     assert len((tmp_path / "seen").read_text().splitlines()) > 5
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_a_warning_and_the_run_is_done(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(TRACKED)
     for name in ("wandb", "mlflow"):
@@ -142,6 +144,7 @@ def test_what_is_missing_is_a_warning_and_the_run_is_done(tmp_path: Path) -> Non
     assert len(list((tmp_path / "runs/tiny/tensorboard").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_of_one_s_own_is_tracked_without_a_call(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard's reader is not installed")
     (tmp_path / "train.py").write_text(LOOP)

@@ -90,6 +90,7 @@ def _in_time(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", ["evil.toml", "own.sh.j2"])
+@pytest.mark.few(2)
 def test_a_pipe_or_a_device_does_not_hang(sites: Path, name: str, kind: str) -> None:
     (sites / name).unlink()
     if kind == "pipe":
@@ -114,6 +115,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.few(2)
 def test_an_endless_template_is_one_error(
     sites: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ HARD_TO_READ: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 @pytest.mark.parametrize("way", HARD_TO_READ)
+@pytest.mark.few(3)
 def test_a_manifest_that_is_hard_to_read_is_refused_in_no_time(crafted: Path, way: str) -> None:
     path = crafted / "MANIFEST.json"
     raw = HARD_TO_READ[way](json.loads(path.read_text())["content"])

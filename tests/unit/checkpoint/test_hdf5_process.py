@@ -55,6 +55,7 @@ def test_a_process_that_cannot_look_says_nothing_of_the_checkpoint(
 
 
 @pytest.mark.parametrize("words", [["ckpt", "verify"], ["doctor"]], ids=" ".join)
+@pytest.mark.few(1)
 def test_nothing_is_imported_from_the_current_folder(words: list[str], tmp_path: Path) -> None:
     folder = make(tmp_path / "run", Grid())
     evil = tmp_path / "evil"

@@ -96,6 +96,7 @@ def unread(pipe: IO[bytes] | int) -> int:
     return int(size)
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_survives_being_asked() -> None:
     with another("busy") as (other, process):
         pipe = os.open(pipe_of(other), os.O_WRONLY)

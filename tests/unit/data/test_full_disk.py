@@ -64,6 +64,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("filled", [0, 400, 900, 1300])
+@pytest.mark.few(2)
 def test_a_disk_that_is_full_is_an_error_and_no_crash(
     text: Path, small_disk: Path, tmp_path: Path, filled: int
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_disk_that_is_full_is_an_error_and_no_crash(
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3])
+@pytest.mark.few(1)
 def test_a_disk_that_is_full_but_for_some_pages_is_no_crash(
     small_disk: Path, tmp_path: Path, pages: int
 ) -> None:

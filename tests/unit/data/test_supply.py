@@ -184,6 +184,7 @@ def test_check_says_it(corpus: Path) -> None:
     assert "model.vocab = 100 is too small" in refused.err
 
 
+@pytest.mark.slow
 def test_render_and_submit_say_it(corpus: Path) -> None:
     path = str(spec_file(corpus, corpus.parent))
     for verb in (["render", path], ["submit", "--dry-run", path]):

@@ -59,6 +59,7 @@ def logits_of(module: Any, batch: MicroBatch) -> torch.Tensor:
     return seen[0].detach()
 
 
+@pytest.mark.few(12)
 def test_logits_loss_and_gradients_are_theirs(run: Any) -> None:
     theirs, read, folder = run
     module = built(read.model, weights(folder))
@@ -85,6 +86,7 @@ def test_logits_loss_and_gradients_are_theirs(run: Any) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.few(20)
 def test_what_is_exported_is_their_model_to_the_bit(
     run: Any, several: bool, tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ def test_what_is_exported_is_their_model_to_the_bit(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.few(6)
 def test_a_folder_has_the_weights_of_one_export(run: Any, tmp_path: Path) -> None:
     """In one file or in several; readers do not agree on which of the two counts."""
     _, read, folder = run
@@ -123,6 +126,7 @@ def test_a_folder_has_the_weights_of_one_export(run: Any, tmp_path: Path) -> Non
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.few(8)
 def test_an_export_that_fails_leaves_nothing_and_one_that_was_killed_goes_on(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def without_cache(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("choice", [Sampling(0.0), Sampling(0.8, 10, 0.9, seed=3)])
 @pytest.mark.parametrize("most", [20, 1000])
+@pytest.mark.few(6)
 def test_the_cache_changes_no_token(
     name: str, choice: Sampling, most: int, new_memory_is_nan: None
 ) -> None:

@@ -51,6 +51,7 @@ def test_each_action_says_what_it_is() -> None:
         assert drawing.count(f"backward of micro-batch {number} in chunk 0<") == 2
 
 
+@pytest.mark.slow
 def test_a_step_of_many_actions_is_a_small_drawing() -> None:
     """What is narrower than a pixel is drawn with its neighbours; the time at work stays."""
     rows, makespan = spans_of(16, 2_000)

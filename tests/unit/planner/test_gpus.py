@@ -159,6 +159,7 @@ class Hand:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.few(6)
 def test_check_agrees_with_the_formulas_device_and_host_apart(
     job: Job, by_kernels: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

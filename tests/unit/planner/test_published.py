@@ -50,6 +50,7 @@ def test_mosaic_by_fits_that_have_not_seen_the_model() -> None:
     assert errors[int(0.9 * len(errors))] <= 0.15
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_that_are_printed() -> None:
     page = (CHECKOUT / "docs" / "foresight.md").read_text()
     assert not [line for line in tables() if line not in page]

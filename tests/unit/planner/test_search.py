@@ -98,6 +98,7 @@ def test_the_number_of_workers_is_the_user_s() -> None:
         ("memory", "loss_chunk", 100),
     ],
 )
+@pytest.mark.few(5)
 def test_what_is_pinned_stays(table: str, key: str, value: Any) -> None:
     pinned = {f"{table}__{key}": value}
     if key == "schedule":

@@ -162,6 +162,7 @@ def test_a_job_writes_behind_the_last_one(tmp_path: Path) -> None:
     assert next_file(tmp_path).name == "12346.bin"
 
 
+@pytest.mark.slow
 def test_a_thousand_restarts(tmp_path: Path) -> None:
     for job in range(1000):
         write_rank_times(tmp_path, 2, (1 + job, 1 + job, of_ranks(2, job)))

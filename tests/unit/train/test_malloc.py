@@ -83,6 +83,7 @@ print(process.peak_resident() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc is told")
+@pytest.mark.slow
 def test_memory_in_pieces_is_not_held_where_none_is_kept() -> None:
     def most(*words: str) -> int:
         command = [sys.executable, "-c", IN_PIECES, *words]
@@ -120,6 +121,7 @@ def test_malloc_says_what_it_has_given_out() -> None:
     assert abs(after - before) < 1 << 20
 
 
+@pytest.mark.slow
 def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
     block = b"x" * (600 << 20)
     code = "from hpczero.train.process import peak_resident; print(peak_resident())"

@@ -73,6 +73,7 @@ OF_BLOCKS = {
 
 @pytest.mark.parametrize("family", OF_BLOCKS)
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.few(4)
 def test_what_runs_twice(world: World, family: str, stage: int) -> None:
     forward, backward = calls(world, family, stage)
     of_head = 2 if family == "bert" else 1

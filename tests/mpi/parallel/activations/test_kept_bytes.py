@@ -103,7 +103,7 @@ def counted(spec: Spec) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_block_keeps_what_is_counted(world: World, family: str) -> None:
     for spec in specs(world, family):
         two, three = (with_layers(spec, count) for count in (2, 3))

@@ -69,7 +69,7 @@ def on_a_device(ranks: int, everything: bool = False) -> list[Case]:
 
 @pytest.mark.cases(of=on_a_device)
 @pytest.mark.usual(2)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_what_a_device_keeps_may_be_on_the_host(
     there: World, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

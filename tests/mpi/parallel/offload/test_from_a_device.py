@@ -32,7 +32,7 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 @pytest.mark.cases(of=selection)
 @pytest.mark.usual(2)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_steps_on_the_host_are_those_of_the_device(
     there: World, case: Case, shared_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 @pytest.mark.cases(of=selection)
 @pytest.mark.usual(2)
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_it_changes_no_number(
     world: World, case: Case, shared_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +61,7 @@ def test_it_changes_no_number(
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Adagrad], ids=["AdamW", "of PyTorch"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_modules_of_ones_own(world: World, optimizer: Any, stage: int, shared_folder: str) -> None:
     """With groups, parameters that steps leave out, and an average; an optimizer of PyTorch
     reads and writes through the map.

@@ -89,7 +89,7 @@ def one_step(engine: Training, step: int, factor: float = 1.0) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_with_gradients_of_zero_weights_decay_and_do_no_more(
     world: World, method: str, stage: int
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_parameter_of_one_element_follows_the_formulas(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_frozen_and_unused_parameters_stay_as_they_are(
     world: World, method: str, stage: int
 ) -> None:

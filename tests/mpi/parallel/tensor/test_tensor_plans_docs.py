@@ -24,6 +24,7 @@ def run(heading: str, world: World) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_llama(world: World) -> None:
     transformers_or_skip()
     names = run("Llama", world)

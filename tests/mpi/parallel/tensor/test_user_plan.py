@@ -39,6 +39,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.few(4)
 def test_equals_pytorch(world: World, model: str, everything: bool) -> None:
     kind, plan = MODELS[model]
     expected = alone(kind)
@@ -51,7 +52,7 @@ def test_equals_pytorch(world: World, model: str, everything: bool) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama 2", "qwen3"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_positions_are_shared(world: World, model: str, checkpointed: bool) -> None:
     kind, plan = MODELS[model]
     layers = LAYERS["llama" if model == "qwen3" else model.split()[0]]
@@ -66,7 +67,7 @@ def test_positions_are_shared(world: World, model: str, checkpointed: bool) -> N
 
 @pytest.mark.usual(2)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_attention_by_either_kernel_and_checkpointed(world: World, attention: str) -> None:
     def kind() -> nn.Module:
         return llama(2, attn_implementation=attention)
@@ -79,7 +80,7 @@ def test_attention_by_either_kernel_and_checkpointed(world: World, attention: st
 @pytest.mark.usual(2)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("kind", "plan"), [(gpt2, GPT2), (bert, BERT)], ids=["gpt2", "bert"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_dropout_is_the_same_outside_of_cut_regions(
     world: World, kind: Any, plan: Any, checkpointed: bool
 ) -> None:
@@ -168,6 +169,7 @@ def test_several_backwards_lengths_and_evaluation(world: World) -> None:
 
 @pytest.mark.usual(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(1)
 def test_half_precision_is_near(world: World, precision: str) -> None:
     kind, plan = MODELS["llama 1"]
     spec = spec_of(world.size, 2, precision=precision)

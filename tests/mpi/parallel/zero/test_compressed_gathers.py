@@ -114,7 +114,7 @@ def layouts(ranks: int, everything: bool) -> list[Case]:
 
 @pytest.mark.cases(of=layouts)
 @pytest.mark.ranks(2, 3, 4, 8)
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 def test_all_ranks_have_what_the_messages_say(world: World, case: Case) -> None:
     spec = compressed(
         case["parallel"],
@@ -159,6 +159,7 @@ def test_every_stage_trains_the_same_numbers(world: World) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.few(1)
 def test_nothing_adds_up_where_nothing_is_learned(world: World, stage: int) -> None:
     """Weights are rounded anew from the masters: with hardly a learning rate they stay."""
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-20}, "stage": stage}
@@ -172,6 +173,7 @@ def test_nothing_adds_up_where_nothing_is_learned(world: World, stage: int) -> N
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.few(1)
 def test_a_stopped_run_is_the_one_that_was_not(
     world: World, stage: int, shared_folder: str
 ) -> None:

@@ -52,6 +52,7 @@ def test_equal_to_the_serial_run(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.few(1)
 def test_the_same_spec_twice_is_bitwise_equal(world: World, precision: str) -> None:
     spec = spec_of(5, 2, dropout=0.1, precision=precision, steps=6)
     one, other = train(world, spec), train(world, spec)

@@ -78,7 +78,7 @@ def serial() -> Serial:
 
 @pytest.mark.cases(of=cases)
 @pytest.mark.usual(4)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     """Cases in which every two values of two settings meet; with --slow all combinations of
     stage, shards, grid and sharing, on each number of ranks.
@@ -92,7 +92,7 @@ def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None
 
 @pytest.mark.cases(of=long_runs)
 @pytest.mark.usual(4)
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_twenty_steps_equal_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case, steps=20)
     found = on_grid(world, case, spec)
@@ -118,7 +118,7 @@ def at_stages(world: World, case: Case, *stages: int) -> Iterator[Record]:
 
 @pytest.mark.cases(of=on_two_nodes)
 @pytest.mark.usual(4)
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, case: Case) -> None:
     first, *others = at_stages(world, case | {"batch": (world.size, 4)}, 0, 1, 2, 3)
     assert [differences(first, other) for other in others] == [[]] * 7
@@ -126,7 +126,7 @@ def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, case: C
 
 @pytest.mark.cases(of=on_two_nodes)
 @pytest.mark.usual(4)
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, case: Case) -> None:
     for pair in ((0, 1), (2, 3)):
         first, *others = at_stages(world, case | {"batch": (13, 1)}, *pair)
@@ -135,6 +135,7 @@ def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, case: Case
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.few(2)
 def test_gradients_alone_go_between_nodes(world: World, stage: int) -> None:
     """Once in a step, of each shard; two replicas send each other half of it, and half of the sum.
 

@@ -75,6 +75,7 @@ def freeze(module: Any, step: int) -> None:
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.few(3)
 def test_frozen_and_unused_parameters_are_stepped_as_by_pytorch(
     world: World, stage: int, shared: bool
 ) -> None:
@@ -155,6 +156,7 @@ def grids_of(ranks: int, everything: bool) -> list[dict[str, str]]:
 
 
 @pytest.mark.cases(of=grids_of)
+@pytest.mark.few(1)
 def test_counts_of_updates_survive_saving(
     world: World, shared_folder: str, case: dict[str, str]
 ) -> None:

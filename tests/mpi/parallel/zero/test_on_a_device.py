@@ -192,6 +192,7 @@ def on_device(ranks: int, everything: bool) -> list[Case]:
 
 
 @pytest.mark.cases(of=on_device)
+@pytest.mark.few(2)
 def test_a_run_is_that_of_one_cpu(world: World, there: World, case: Case) -> None:
     spec = spec_of(case)
     assert_agrees(train(there, spec), Serial(), world, spec)

@@ -96,7 +96,7 @@ GRIDS = {1: [(1, 1)], 2: [(1, 1), (2, 1)], 3: [(3, 1)], 4: [(2, 1), (2, 2)]}
 @pytest.mark.usual(3)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("family", ["gpt", "relative", "t5"])
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_own_models_step_as_the_twin_by_the_same_gradients(
     world: World, family: str, name: str
 ) -> None:
@@ -142,6 +142,7 @@ LAYOUTS = {1: [{}], 2: [{}, {"tensor": 2}], 3: [{}], 4: [{}, {"tensor": 2}, {"pi
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.usual(2)
+@pytest.mark.few(2)
 def test_products_are_those_of_the_formula_and_divided_over_the_ranks(
     world: World, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

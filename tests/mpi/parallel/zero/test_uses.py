@@ -63,6 +63,7 @@ class Reentrant(nn.Module):
 
 @SHARE_SAMPLES
 @pytest.mark.parametrize("uses", ["le", "el", "lle", "ele", "eel"])
+@pytest.mark.few(3)
 def test_every_stage_adds_up_the_uses_of_a_weight_in_one_order(world: World, uses: str) -> None:
     tokens = torch.randint(40, (12, 6), generator=torch.Generator().manual_seed(2))
     own = tokens[world.rank :: world.size]

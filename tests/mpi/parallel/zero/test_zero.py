@@ -115,6 +115,7 @@ def totals(world: World, spec: Spec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), list(product(range(4), (1, 3))))
+@pytest.mark.few(3)
 def test_the_ledger_has_the_bytes_of_the_schedule(
     world: World, stage: int, accumulation: int
 ) -> None:
@@ -263,7 +264,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.by_mpi_alone("what gloo makes for a gather, and pinned memory, are PyTorch's own")
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_the_step_allocates_nothing_to_speak_of(
     world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
