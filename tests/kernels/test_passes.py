@@ -133,6 +133,7 @@ def on_device(scalars: AdamWScalars) -> AdamWScalars:
     ],
     ids=str,
 )
+@pytest.mark.few(12)
 def test_adamw_equals_the_reference(
     gradient: torch.dtype, weights: torch.dtype | None, offset: int, count: int
 ) -> None:

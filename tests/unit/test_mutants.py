@@ -254,6 +254,7 @@ def test_five_hundred_mutated_manifests(checkpoint: Path, tmp_path: Path, part: 
     assert sum(counts.values()) == 50
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_much_is_found() -> None:
     """The judge itself."""
     assert in_process(lambda: 0, 0) == Ended(0, "")

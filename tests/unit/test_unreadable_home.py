@@ -66,6 +66,7 @@ def test_a_run_goes_on_and_says_so(home: Path, cache: list[str]) -> None:
     assert done.out.count(f"{home}/.config/hpczero/sites: Permission denied") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_wants_its_cache_there_is_told_another_place(home: Path) -> None:
     pytest.importorskip("torch", reason="training needs torch")
     pytest.importorskip("mpi4py", reason="training needs mpi4py")

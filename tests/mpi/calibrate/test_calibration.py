@@ -64,6 +64,7 @@ def test_nodes_of_one_host_have_no_network(world: World) -> None:
 
 
 @pytest.mark.usual(3)
+@pytest.mark.slow
 def test_ranks_without_a_group_wait_for_those_that_exchange_beside_computing(world: World) -> None:
     if world.size < 2:
         return

@@ -59,7 +59,7 @@ def spec_of(case: Case, folder: str, **changes: Any) -> Any:
 
 @pytest.mark.cases(of=cases)
 @pytest.mark.usual(4)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_stopped_run_is_the_one_that_was_not(
     world: World, case: Case, shared_folder: str
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_stopped_run_is_the_one_that_was_not(
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_what_is_saved_behind_training_is_of_its_step(
     world: World, shared_folder: str, method: str
 ) -> None:
@@ -134,7 +134,7 @@ def moves(ranks: int, everything: bool) -> list[Case]:
 
 
 @pytest.mark.cases(of=moves)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_other_layouts_go_on(world: World, case: Case, shared_folder: str) -> None:
     """The loss of the next step is that of the run that was not stopped, within a hundredth."""
     stops, method = 13, case["method"]
@@ -188,7 +188,7 @@ def switches(ranks: int, everything: bool) -> list[Case]:
 
 @pytest.mark.cases(of=switches)
 @pytest.mark.usual(4)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_another_method_goes_on(world: World, case: Case, shared_folder: str) -> None:
     """Weights and moments are those of before, or their mean over replicas that were apart."""
     stops, per_node, folder = 13, world.size // 2, f"{shared_folder}/parts"

@@ -78,7 +78,7 @@ def cases(ranks: int, everything: bool) -> list[Case]:
 
 @pytest.mark.cases(of=cases)
 @pytest.mark.usual(3)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_the_figures_are_those_of_each_window_alone(
     world: World, case: Case, shared_folder: str
 ) -> None:

@@ -57,7 +57,7 @@ def trained(
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_default_type_of_tensors_changes_no_bit(world: World, stage: int, shared: bool) -> None:
     for precision, on in (("fp32", "cpu"), ("bf16", "meta")):
         spec = spec_of(stage, shared, precision)

@@ -112,7 +112,7 @@ def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, case: C
 
 
 @pytest.mark.cases(of=with_data)
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, case: Case) -> None:
     for pair in ((0, 1), (2, 3)):
         first, *others = at_stages(world, case | {"batch": (7, 2)}, pair)

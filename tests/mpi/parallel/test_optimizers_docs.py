@@ -30,6 +30,7 @@ def test_groups_of_parameters(whole: World, capsys: pytest.CaptureFixture[str]) 
     assert whole.rank or losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_another_optimizer(whole: World, capsys: pytest.CaptureFixture[str]) -> None:
     losses = printed("Another optimizer", capsys)
     assert whole.rank or (len(losses) == 4 and max(losses) < 4), "8 to begin with"

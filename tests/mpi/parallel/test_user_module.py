@@ -63,6 +63,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 
 @SHARE_HALVES
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(4)
 def test_every_way_equals_pytorch(world: World, case: str, everything: bool) -> None:
     kind, loss = CASES[case]
     expected = alone(kind, loss)
@@ -122,6 +123,7 @@ def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case
 
 @SHARE_SAMPLES
 @pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.slow
 def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install hpczero[test]"
@@ -168,7 +170,7 @@ def test_layers_that_only_some_ranks_use(world: World, everything: bool) -> None
 @SHARE_SAMPLES
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_stages_are_bitwise_equal_in_half_precision(
     world: World, case: str, precision: str, everything: bool
 ) -> None:
@@ -183,6 +185,7 @@ def test_stages_are_bitwise_equal_in_half_precision(
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
+@pytest.mark.few(3)
 def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(
     world: World, stage: int, shared: bool
 ) -> None:

@@ -141,6 +141,7 @@ def test_weights_are_loaded_when_no_rank_of_the_node_reads_the_old_ones(world: W
 
 
 @pytest.mark.parametrize("meta", ["everywhere", "but on rank 0"])
+@pytest.mark.few(1)
 def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta: str) -> None:
     states = []
     for stage, shared in WAYS:

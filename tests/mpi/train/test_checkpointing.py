@@ -72,6 +72,7 @@ def test_a_copy_under_another_name_is_passed_over(world: World, shared_folder: s
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.few(1)
 def test_metrics_are_on_the_disk_before_a_checkpoint_counts(
     world: World, shared_folder: str, asynchronous: bool
 ) -> None:
@@ -138,6 +139,7 @@ def failing_saves(world: World, *steps: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.few(1)
 def test_a_save_that_failed_does_not_keep_the_next_from_being_tried(
     world: World, shared_folder: str, on_error: str
 ) -> None:

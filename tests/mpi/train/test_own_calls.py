@@ -156,6 +156,7 @@ def steps_of(world: World, folder: str) -> list[int]:
 
 
 @pytest.mark.parametrize("every", [0, -1])
+@pytest.mark.few(1)
 def test_a_loop_that_goes_back_sets_aside_what_came_after(
     world: World, shared_folder: str, every: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_loop_that_goes_back_sets_aside_what_came_after(
 
 
 @pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.few(1)
 def test_the_last_save_has_the_last_values(world: World, shared_folder: str, changed: bool) -> None:
     with started(world, spec_of(shared_folder)) as engine:
         Loop(engine, world).run(1)
@@ -272,6 +274,7 @@ def test_a_step_that_is_saved_again_is_never_away(
 
 
 @pytest.mark.parametrize("numbers", [(5, 6, 2), (0, 3, 1)])
+@pytest.mark.few(1)
 def test_the_newest_is_what_was_saved_last(
     world: World, shared_folder: str, numbers: tuple[int, ...]
 ) -> None:

@@ -26,7 +26,7 @@ def losses(engine: Any, until: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama 1", "bert"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_what_a_plan_cut_is_read_with_and_without_it(
     world: World, shared_folder: str, name: str
 ) -> None:

@@ -39,7 +39,7 @@ def twin_of(loop: Loop, steps: int) -> OwnTwin:
 
 @STAGES
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_equals_workers_that_one_process_simulates(world: World, method: str, stage: int) -> None:
     with looping(world, spec_of(method, stage)) as loop:
         twin = twin_of(loop, STEPS)
@@ -60,7 +60,7 @@ def test_equals_workers_that_one_process_simulates(world: World, method: str, st
 @STAGES
 @pytest.mark.parametrize("method", LOCAL)
 @pytest.mark.parametrize("steps", [3, 4, 6])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_averaged_shows_the_outer_weights(
     world: World, method: str, stage: int, steps: int
 ) -> None:
@@ -96,7 +96,7 @@ def test_averaged_shows_the_outer_weights(
 
 @STAGES
 @pytest.mark.parametrize("method", [*LOCAL, "one_bit_adam"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_what_is_loaded_is_what_all_have(world: World, method: str, stage: int) -> None:
     other = made(Small, 17).state_dict()
     with looping(world, spec_of(method, stage)) as loop:
@@ -121,7 +121,7 @@ def test_what_is_loaded_is_what_all_have(world: World, method: str, stage: int) 
 
 @STAGES
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_weights_are_written_where_all_replicas_have_the_same(
     world: World, method: str, stage: int
 ) -> None:
@@ -149,7 +149,7 @@ def test_weights_are_written_where_all_replicas_have_the_same(
 @STAGES
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("at", [3, 4])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_on_the_same_layout_it_goes_on_to_the_bit(
     world: World, shared_folder: str, method: str, stage: int, at: int
 ) -> None:

@@ -174,7 +174,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_any_optimizer_goes_on_to_the_bit_and_on_another_layout(
     world: World, shared_folder: str, name: str
 ) -> None:

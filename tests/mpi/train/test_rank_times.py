@@ -47,6 +47,7 @@ def test_times_that_cannot_be_written_are_one_warning(world: World, shared_folde
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.few(1)
 def test_a_save_says_for_how_long_it_held_up_training(
     world: World, shared_folder: str, asynchronous: bool
 ) -> None:

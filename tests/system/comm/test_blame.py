@@ -140,6 +140,7 @@ def _processes_of_ranks(launcher: int) -> list[int]:
     return [one.pid for one in below if one.cmdline()[1:2] == ["loop.py"]]
 
 
+@pytest.mark.slow
 def test_a_rank_alone_prints_its_stacks_when_it_is_asked(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     with started([sys.executable, "alone.py"], tmp_path) as job:

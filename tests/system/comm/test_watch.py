@@ -216,7 +216,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["killed", "left"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_rank_that_ends_takes_the_job_with_it(tmp_path: Path, case: str) -> None:
     ended = watched(tmp_path, case)
     assert ended.code not in (0, None)

@@ -120,6 +120,7 @@ def test_more_ranks_than_cores_are_a_warning() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_one_task_of_several_by_accident_is_a_failure_with_the_fix() -> None:
     pytest.importorskip("mpi4py", reason="the base installation has no mpi4py")
     done = doctor(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")

@@ -68,6 +68,7 @@ def test_what_is_not_installed_is_skipped_with_the_reason() -> None:
     assert "skipped deepspeed-2: not installed" in done.out
 
 
+@pytest.mark.slow
 def test_an_unknown_contender_is_refused() -> None:
     done = bench("--contenders", "ours-1,horovod", ranks=1)
     assert done.code == 2

@@ -345,7 +345,7 @@ def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("upgrade", [[], ["--upgrade"]], ids=["install", "upgrade"])
 @pytest.mark.parametrize("place", ["environment", "PYTHONPATH", "nowhere"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_sites_own_torch_and_mpi4py_stay(
     place: str, upgrade: list[str], index: Path, tmp_path: Path
 ) -> None:

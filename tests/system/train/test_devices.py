@@ -106,6 +106,7 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(
 
 
 @WITHOUT_GPU
+@pytest.mark.slow
 def test_nothing_of_cuda_is_imported_and_nothing_is_warned_of(folder: Path) -> None:
     ended = launch([sys.executable, "-W", "default", "-c", NOTHING_OF_CUDA], 60, folder)
     assert (ended.code, ended.err) == (0, ""), ended

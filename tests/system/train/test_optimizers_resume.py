@@ -82,7 +82,7 @@ def test_the_steps_after_a_resume_are_those_without_one(
         ("lion", "lamb", False),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_states_of_another_optimizer_are_refused_but_for_those_alike(
     before: str, after: str, goes_on: bool, tmp_path: Path
 ) -> None:

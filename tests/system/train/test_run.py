@@ -126,6 +126,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(finished: Path) -> None:
     assert (finished / "runs" / folders[1] / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
     assert train(finished, 0, "--set", "train.steps=7").code == 0
     assert [

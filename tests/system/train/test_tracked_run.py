@@ -69,6 +69,7 @@ def test_the_run_hears_nothing_of_its_trackers(resumed: Any) -> None:
     assert "resume" in events
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_step_once(resumed: Any) -> None:
     folder, _ = resumed
     read = tensorboard_losses(folder / "runs/tiny")

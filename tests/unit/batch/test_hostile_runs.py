@@ -60,6 +60,7 @@ def put(run: Path, files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("crafted", CRAFTED)
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.few(30)
 def test_nothing_of_it_fails_or_reaches_the_terminal(
     crafted: str,
     verb: list[str],

@@ -50,7 +50,7 @@ HARD_TO_READ: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 @pytest.mark.parametrize("way", HARD_TO_READ)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_manifest_that_is_hard_to_read_is_refused_in_no_time(crafted: Path, way: str) -> None:
     path = crafted / "MANIFEST.json"
     raw = HARD_TO_READ[way](json.loads(path.read_text())["content"])
@@ -81,6 +81,7 @@ def test_data_that_only_the_manifest_has_takes_no_memory(crafted: Path, size: in
 
 
 @pytest.mark.parametrize("name", ["names", "shapes"])
+@pytest.mark.few(1)
 def test_an_index_of_lists_without_end_takes_no_memory(crafted: Path, name: str) -> None:
     raw = b"[" + b",".join([b"[]"] * (5 << 20)) + b"]"
     with h5py.File(crafted / "index.h5", "r+") as file:

@@ -51,6 +51,7 @@ def save(
 
 
 @pytest.mark.parametrize("slots", [SIGNS, APART])
+@pytest.mark.few(1)
 def test_every_verb_reads_them(
     tmp_path: Path, slots: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ def save(folder: Path, slots: list[str], asynchronous: bool = False) -> Path:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_every_slot_is_kept_and_verified(
     tmp_path: Path, name: str, asynchronous: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

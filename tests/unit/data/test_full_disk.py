@@ -15,6 +15,7 @@ from tests.support.token_files import make
 
 
 @pytest.mark.parametrize("limit", [5_000, 300_000, 1_500_000])
+@pytest.mark.few(1)
 def test_a_full_disk_is_an_error_with_path_and_bytes_and_can_be_resumed(
     text: Path, tmp_path: Path, limit: int
 ) -> None:
@@ -64,7 +65,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("filled", [0, 400, 900, 1300])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_disk_that_is_full_is_an_error_and_no_crash(
     text: Path, small_disk: Path, tmp_path: Path, filled: int
 ) -> None:

@@ -156,6 +156,7 @@ dataset.library_token_file(Spec(name="killed", paths=Paths(cache=cache)))
 
 
 @pytest.mark.parametrize("moment", ["read", "fill_token_file", "give_name"])
+@pytest.mark.few(1)
 def test_a_killed_build_leaves_nothing(small_library: Path, tmp_path: Path, moment: str) -> None:
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", _KILLED_AT, str(small_library), str(cache), moment]

@@ -171,6 +171,7 @@ def test_a_mixture_whose_epochs_end_early_says_so(corpus: Path, array: Path) -> 
     assert f"epochs end after {end} samples, and the steps take 4,000: a run ref" in found.problem
 
 
+@pytest.mark.slow
 def test_check_says_it(corpus: Path) -> None:
     path = str(spec_file(corpus, corpus.parent))
     done = carried_out(corpus.parent, "check", path)

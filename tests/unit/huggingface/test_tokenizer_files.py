@@ -171,6 +171,7 @@ def pieces_of_t5(folder: Path, kind: str) -> Tokenizer:
 
 @pytest.mark.parametrize("kind", KINDS_OF_PIECES)
 @pytest.mark.parametrize("has_settings", [False, True])
+@pytest.mark.few(2)
 def test_pieces_of_t5_are_exported_with_settings_by_which_texts_end(
     has_settings: bool, kind: str, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def losses(module: Any, tokens: torch.Tensor, begins: Sequence[int]) -> torch.Te
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changed", range(4))
+@pytest.mark.few(12)
 def test_another_document_in_its_place_changes_no_bit_of_the_others(
     name: str, dtype: torch.dtype, changed: int
 ) -> None:

@@ -17,6 +17,7 @@ SHAPES = [((12,), 0), ((12, 2), 0), ((2, 12), 1), ((3, 12), 1), ((2, 12, 2), 1)]
 @pytest.mark.parametrize("sections", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("grain", [1, 2])
+@pytest.mark.few(40)
 def test_a_rank_has_its_part_of_each_section(
     shape: tuple[int, ...], dim: int, sections: int, ranks: int, grain: int
 ) -> None:

@@ -61,6 +61,7 @@ def divisions(of: Space) -> set[Any]:
     return {Layout.of(spec).shard_ranks for spec in everything(of)}
 
 
+@pytest.mark.slow
 def test_states_are_divided_inside_nodes_only_where_that_differs() -> None:
     assert divisions(space(Allocation.of_nodes(1, 8))[0]) == {"all"}
     assert divisions(space(Allocation.of_nodes(4, 1))[0]) == {"all"}
@@ -98,7 +99,7 @@ def test_the_number_of_workers_is_the_user_s() -> None:
         ("memory", "loss_chunk", 100),
     ],
 )
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_what_is_pinned_stays(table: str, key: str, value: Any) -> None:
     pinned = {f"{table}__{key}": value}
     if key == "schedule":
@@ -173,7 +174,7 @@ def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
 @pytest.mark.parametrize(
     ("nodes", "spared", "memory_gb"), [(1, 3, 16), (1, 3, 2.5), (2, 16, 16), (2, 16, 2.5)]
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_bounds_lose_no_row_of_the_table(nodes: int, spared: int, memory_gb: float) -> None:
     """At most one layout in `spared` is timed of those that a thorough search times."""
     of, machine = space(Allocation.of_nodes(nodes, 4), memory_gb)
@@ -207,6 +208,7 @@ def test_rows_differ_in_time_or_memory() -> None:
     assert distinct([one, same, lighter, other], 10) == [lighter, one, other]
 
 
+@pytest.mark.slow
 def test_a_layout_is_judged_as_the_search_does() -> None:
     of, machine = space(Allocation.of_nodes(2, 4))
     looking = search(of, machine)

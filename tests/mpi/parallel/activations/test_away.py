@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.few(1)
 def test_two_blocks_stay_of_all_micro_batches(
     there: World, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

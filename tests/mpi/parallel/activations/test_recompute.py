@@ -53,6 +53,7 @@ def test_it_changes_no_number(world: World, case: Case) -> None:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.slow
 def test_only_inputs_of_recomputed_blocks_are_cut(world: World) -> None:
     """Blocks between them keep what is each rank's own."""
     spec = spec_of(PLAIN | {"grid": (world.size, 1), "precision": "bf16"})
@@ -69,7 +70,7 @@ def on_a_device(ranks: int, everything: bool = False) -> list[Case]:
 
 @pytest.mark.cases(of=on_a_device)
 @pytest.mark.usual(2)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_a_device_keeps_may_be_on_the_host(
     there: World, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +92,7 @@ def with_pieces(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=with_pieces)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_loss_by_pieces_equals_the_serial_one(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case)
     pieces = with_memory(spec, recompute=case["recompute"], loss_chunk=case["rows"])

@@ -47,7 +47,7 @@ def on_nodes(world: World, case: Case, spec: Spec) -> Record:
 
 @pytest.mark.cases(of=of_one_node)
 @pytest.mark.usual(4)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_one_replica_trains_as_adamw(world: World, case: Case) -> None:
     """All ranks on one node: nothing is sent less, and nothing is apart, to the bit."""
     found = run(world, case, eval_batches=1)
@@ -60,7 +60,7 @@ def test_one_replica_trains_as_adamw(world: World, case: Case) -> None:
 
 @pytest.mark.cases(of=of_nodes)
 @pytest.mark.usual(4)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_several_micro_batches_are_one(world: World, case: Case) -> None:
     """But for roundings, of which those that turn a sign, or an integer, are seen."""
     one, several = (run(world, case, micro_batch=size, steps=8) for size in (12, 1))

@@ -174,6 +174,7 @@ def assert_average(world: World, exchange: Exchange, seed: int, name: str, lengt
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", WITH_BLOCKS)
+@pytest.mark.few(6)
 def test_what_is_left_out_is_made_up_for(world: World, name: str, length: int) -> None:
     """The averages of 20 rounds, and what is left then, are the means of all that was given."""
     replicas = replicas_of(world)
@@ -220,6 +221,7 @@ def test_bytes_are_those_that_are_computed(world: World, name: str, length: int)
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.few(6)
 def test_what_is_not_finite_never_becomes_a_number(world: World, name: str, bad: float) -> None:
     """It shows in its block on all ranks, and nowhere else; the last rank gives it."""
     replicas = replicas_of(world)

@@ -156,7 +156,7 @@ def alone(method: str, size: int, workers: int, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "local steps, int4"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_parameter_of_one_element_follows_the_formulas(
     world: World, method: str, stage: int
 ) -> None:
@@ -311,6 +311,7 @@ def test_what_has_no_gradient_in_the_warm_up_never_moves(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("method", ["sums", "one_bit_adam"])
+@pytest.mark.few(1)
 def test_what_tensor_ranks_have_in_common_never_moves_either(world: World, method: str) -> None:
     """Columns of the first map, whose inputs are zero in the warm-up; they are sent as they are."""
     tables: dict[str, Any] = {"optimizer": {"weight_decay": 0.0}, "parallel": {"tensor": 2}}

@@ -78,7 +78,7 @@ def test_validation_is_of_the_outer_weights(world: World, method: str, stage: in
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_stages_with_tied_embeddings_are_one_stage(world: World, method: str, stage: int) -> None:
     """The embedding, which both stages step, stays the same on them (`train` asserts it).
 
@@ -117,7 +117,7 @@ def of_classes(module: Any, step: int, rank: int, size: int) -> Tensor:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_tensor_plan_is_followed_on_every_worker(world: World, method: str, stage: int) -> None:
     """Also what tensor ranks hold in common stays the same on them, or the engine refuses."""
     steps = 10

@@ -78,7 +78,7 @@ def spec_of(case: Case, steps: int) -> Spec:
 
 
 @pytest.mark.cases(of=cases)
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 def test_equals_workers_that_one_process_simulates(
     world: World, case: Case, everything: bool
 ) -> None:

@@ -39,7 +39,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_equals_pytorch(world: World, model: str, everything: bool) -> None:
     kind, plan = MODELS[model]
     expected = alone(kind)
@@ -52,7 +52,7 @@ def test_equals_pytorch(world: World, model: str, everything: bool) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama 2", "qwen3"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_positions_are_shared(world: World, model: str, checkpointed: bool) -> None:
     kind, plan = MODELS[model]
     layers = LAYERS["llama" if model == "qwen3" else model.split()[0]]
@@ -169,7 +169,7 @@ def test_several_backwards_lengths_and_evaluation(world: World) -> None:
 
 @pytest.mark.usual(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_half_precision_is_near(world: World, precision: str) -> None:
     kind, plan = MODELS["llama 1"]
     spec = spec_of(world.size, 2, precision=precision)

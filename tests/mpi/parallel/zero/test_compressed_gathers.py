@@ -114,7 +114,7 @@ def layouts(ranks: int, everything: bool) -> list[Case]:
 
 @pytest.mark.cases(of=layouts)
 @pytest.mark.ranks(2, 3, 4, 8)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_all_ranks_have_what_the_messages_say(world: World, case: Case) -> None:
     spec = compressed(
         case["parallel"],
@@ -159,7 +159,7 @@ def test_every_stage_trains_the_same_numbers(world: World) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_nothing_adds_up_where_nothing_is_learned(world: World, stage: int) -> None:
     """Weights are rounded anew from the masters: with hardly a learning rate they stay."""
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-20}, "stage": stage}
@@ -195,6 +195,7 @@ def test_a_stopped_run_is_the_one_that_was_not(
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("stage", "shared"), [(1, False), (2, True), (3, False)])
+@pytest.mark.few(1)
 def test_changed_weights_are_those_that_the_caller_wrote(
     world: World, stage: int, shared: bool
 ) -> None:
@@ -221,6 +222,7 @@ def test_changed_weights_are_those_that_the_caller_wrote(
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.few(1)
 def test_what_is_not_finite_stays_so(world: World, stage: int) -> None:
     """A NaN in a master weight makes its whole block NaN on every rank."""
     with trained(world, compressed(stage=stage, shared=False), 1) as (engine, _):

@@ -39,6 +39,7 @@ def spec_of(
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "dropout"), [(8, 8, 0.0), (5, 2, 0.0), (7, 1, 0.2), (2, 4, 0.2)]
 )
+@pytest.mark.few(3)
 def test_equal_to_the_serial_run(
     world: World, global_batch: int, micro_batch: int, dropout: float
 ) -> None:
@@ -61,6 +62,7 @@ def test_the_same_spec_twice_is_bitwise_equal(world: World, precision: str) -> N
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(1)
 def test_half_precision_stays_close_to_fp32(world: World, precision: str) -> None:
     exact = train(world, spec_of(6, 2, steps=10))
     half = train(world, spec_of(6, 2, precision=precision, steps=10))

@@ -71,7 +71,7 @@ def by_pytorch() -> list[dict[str, torch.Tensor]]:
 
 @EVERY_WAY
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_two_engines_of_which_one_trains_through_the_other_equal_pytorch(
     world: World, stage: int, shared: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -173,6 +173,7 @@ def test_zero_grad_removes_what_a_failed_backward_has_left(
 
 
 @EVERY_WAY
+@pytest.mark.few(3)
 def test_zero_grad_leaves_a_batch_out(world: World, stage: int, shared: bool) -> None:
     with hpczero.initialize(made(generator), spec_of(stage, shared), world) as engine:
         engine.zero_grad()

@@ -78,7 +78,7 @@ def serial() -> Serial:
 
 @pytest.mark.cases(of=cases)
 @pytest.mark.usual(4)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     """Cases in which every two values of two settings meet; with --slow all combinations of
     stage, shards, grid and sharing, on each number of ranks.

@@ -115,7 +115,7 @@ def totals(world: World, spec: Spec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), list(product(range(4), (1, 3))))
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_the_ledger_has_the_bytes_of_the_schedule(
     world: World, stage: int, accumulation: int
 ) -> None:
