@@ -10,13 +10,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import MappingProxyType
 
 import torch
 
 from hpczero.device import CPU
-from hpczero.parallel.layout import Gaps
+from hpczero.parallel.layout import ALIGNMENT, Gaps
 from hpczero.parallel.states import PAGE
 
 _ALIGNMENT = 64  # bytes
@@ -89,9 +90,14 @@ class Region:
 
 @dataclass(eq=False)
 class Loan:
-    """Memory lent as a tensor with a storage of its own, so that its users are counted."""
+    """Memory lent as a tensor with a storage of its own, so that its users are counted.
+
+    `memory` is the same by the lender's storage. Who fills it may hold that a moment longer, as
+    gloo's threads do, on each rank for another time: ranks must not differ in what they count.
+    """
 
     values: torch.Tensor | None  # None once it has been given back
+    memory: torch.Tensor
     storage: torch.UntypedStorage
     returned: Callable[[], None]
 
@@ -119,7 +125,7 @@ class Lender:
     def lend(self, part: torch.Tensor, returned: Callable[[], None]) -> Loan:
         """Lend memory of the caller's; `returned` is called when it comes back."""
         alias = torch._C._from_dlpack(torch._C._to_dlpack(part))
-        return Loan(alias, alias.untyped_storage(), returned)
+        return Loan(alias, part, alias.untyped_storage(), returned)
 
     def give_back(self, loan: Loan) -> None:
         loan.values = None
@@ -141,27 +147,59 @@ class Lender:
 
 
 class Loans(Lender):
-    """Parts of regions."""
+    """Parts of regions, lent as the program asks for them and nothing else.
+
+    A part that is given back is free at once. While somebody still sees its memory, whoever gets
+    the part has other memory, which is kept for such cases. So what a rank alone has kept (or its
+    garbage collector has not found yet) costs it memory, but all ranks gather alike.
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
         self.regions = [Region(memory)]
+        self.instead: list[Region] = []  # of parts that were still seen
+        self._free: dict[Loan, Callable[[], None]] = {}  # the part of each
 
     def take(self, elements: int) -> Loan | None:
         """Lend a part of so many elements; None if no gap is large enough."""
-        self.collect()
         for region in self.regions:
             part = region.take(elements)
             if part is not None:
-                return self._of_region(region, part)
+                return self.lend_part(part, partial(region.give_back, part))
         return None
+
+    def lend_part(self, part: torch.Tensor, free: Callable[[], None]) -> Loan:
+        """Lend this part; `free` is called when it is given back."""
+        self.collect()
+        is_seen = any(_overlap(loan.memory, part) for loan in self.still_seen)
+        loan = self._lend_instead(part) if is_seen else self.lend(part, lambda: None)
+        self._free[loan] = free
+        return loan
+
+    def give_back(self, loan: Loan) -> None:
+        self._free.pop(loan)()
+        super().give_back(loan)
 
     def grow(self, memory: torch.Tensor) -> None:
         """Add memory, for good."""
         self.regions.append(Region(memory))
 
-    def _of_region(self, region: Region, part: torch.Tensor) -> Loan:
-        return self.lend(part, lambda: region.give_back(part))
+    def _lend_instead(self, part: torch.Tensor) -> Loan:
+        for region in self.instead:
+            memory = region.take(part.numel())
+            if memory is not None:
+                return self.lend(memory, partial(region.give_back, memory))
+        whole = -(-part.numel() // ALIGNMENT) * ALIGNMENT
+        self.instead.append(Region(part.new_empty(whole)))
+        return self._lend_instead(part)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two flat tensors have memory in common."""
+    return (
+        one.data_ptr() < other.data_ptr() + other.nbytes
+        and other.data_ptr() < one.data_ptr() + one.nbytes
+    )
 
 
 class Stock(Lender):

@@ -9,7 +9,8 @@ computation that uses one gathers it inside a pass, and is an error that names i
 Not all views of these values come by autograd's hooks: there are a module's own hooks, views kept
 in `ctx`, graphs of a backward (create_graph). So each time a unit is gathered its memory has a
 storage of its own, whose users are counted (`buffers.Loans`). Memory that is still seen when the
-unit is released serves no other unit, and keeps its values: that costs memory, not correctness.
+unit is released serves no other unit, and keeps its values: that costs memory, not correctness. Nor
+does it decide what is gathered: one rank may have kept what others have not.
 When a step gives the unit new values, what is still seen of the old ones becomes NaN.
 
 The order of collectives follows the program: every rank runs the same layers, so gathers start in
@@ -272,22 +273,22 @@ class Gatherer:
     def _gather(self, unit: Unit) -> None:
         loan = self._memory_for(unit)
         if loan is None:
-            if self.loans.still_seen and not self._warned:
-                self._warned = True
-                name = unit.layout.slots[0].parameter.name
-                more = f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}"
-                warnings.warn(more, stacklevel=2)
             self.loans.grow(unit.weights.new_empty(unit.layout.size))
             loan = self._memory_for(unit)
             assert loan is not None
         self._gather_into(loan, unit)
 
     def _gather_into(self, loan: Loan, unit: Unit) -> None:
+        if self.loans.instead and not self._warned:
+            self._warned = True
+            name = unit.layout.slots[0].parameter.name
+            more = f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}"
+            warnings.warn(more, stacklevel=2)
         address = loan.storage.data_ptr()
         self._gathered[unit] = loan
         self._unit_at[address] = unit
         self._outdated.pop(address, None)
-        self._arriving[unit] = self._start(unit, loan.tensor)
+        self._arriving[unit] = self._start(unit, loan.memory)
 
     def _memory_for(self, unit: Unit, spare: Unit | None = None) -> Loan | None:
         """Return free memory, if need be of units that are not in use, the oldest use first."""
@@ -304,7 +305,7 @@ class Gatherer:
         memory = self._reserved.pop(unit, None)
         if memory is None:
             return self.loans.take(unit.layout.size)
-        return self.loans.lend(memory, lambda: self._reserved.update({unit: memory}))
+        return self.loans.lend_part(memory, lambda: self._reserved.update({unit: memory}))
 
     def _gather_ahead(self, unit: Unit) -> None:
         count = len(self._seen)

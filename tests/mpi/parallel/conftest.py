@@ -1,6 +1,6 @@
 """Fixtures: memory of gathered weights that shows every use after its release; a device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,20 +8,24 @@ import torch
 from hpczero import device
 from hpczero.comm.world import World
 from hpczero.device import device_of_rank
-from hpczero.parallel.zero.buffers import Region
+from hpczero.parallel.zero.buffers import Lender, Loan
 from tests.support.queued import Queued
 
 
 @pytest.fixture
 def poisoned_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what is released with NaN at once."""
-    give_back = Region.give_back
+    """Fill what is released with NaN as soon as nobody sees it."""
+    lend = Lender.lend
 
-    def poisoned(region: Region, part: torch.Tensor) -> None:
-        part.fill_(float("nan"))
-        give_back(region, part)
+    def poisoned(lender: Lender, part: torch.Tensor, returned: Callable[[], None]) -> Loan:
+        def spoilt() -> None:
+            if part.is_floating_point():
+                part.fill_(float("nan"))
+            returned()
 
-    monkeypatch.setattr(Region, "give_back", poisoned)
+        return lend(lender, part, spoilt)
+
+    monkeypatch.setattr(Lender, "lend", poisoned)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ class OneRank:
 
 def lend(_: Loans, part: Any, returned: Any) -> Loan:
     """Tensors without memory have no aliases, nor addresses."""
-    return Loan(torch.empty_like(part), torch.UntypedStorage(1), returned)
+    return Loan(torch.empty_like(part), part, torch.UntypedStorage(1), returned)
 
 
 @pytest.fixture
