@@ -31,8 +31,8 @@ RANKS = " ".join(
     for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
 )
 ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
-DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
-    "tests/mpi/parallel/zero/test_zero.py"
+DEVICES = "tests/mpi/comm " + " ".join(
+    f"{ZERO}/test_{kind}.py" for kind in ("data_parallel", "zero", "other_optimizers")
 )
 SIMULATED = " ".join(
     f"tests/kernels/test_{kind}.py"
@@ -83,7 +83,7 @@ PARTS = {
         (f"-n 8 {RANKS}",),
     ),
     "devices": Part(
-        5,
+        8,
         ("hpczero/device.py", "hpczero/comm/torch_backend.py"),
         tuple(f"-n 3 --means {means} {DEVICES}" for means in ("gloo", "queued"))
         + tuple(f"-n 2 --means {means} {GRIDS}" for means in ("gloo", "queued")),

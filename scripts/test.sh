@@ -84,7 +84,9 @@ every_promise() {
     tests mpich -n 4 tests/mpi
     tests openmpi -n 3 --library openmpi "${several[@]}"
     # what GPUs need: torch.distributed's collectives, and tensors of a device that is late
-    for means in gloo queued; do tests $means -n 2 --means $means "${several[@]}"; done
+    tests gloo -n 2 --means gloo "${several[@]}"
+    several+=("$zero/test_other_optimizers.py::test_an_optimizer_steps_as_its_twin")
+    tests queued -n 2 --means queued "${several[@]}"
 }
 
 # named_part NAME: the runs that scripts/all_parts.py lists for it.

@@ -50,7 +50,8 @@ class MuonUpdate(AdamWUpdate):
         half = self.settings.train.precision != "fp32"
         self._whole = WholeMatrices(weights, torch.bfloat16 if half else torch.float32)
         # a GPU's products are many times as fast in half precision
-        self._computed = torch.bfloat16 if self._device.has_queues else torch.float32
+        in_half = half and self._device.has_queues
+        self._computed = torch.bfloat16 if in_half else torch.float32
         self._matrices = self._whole.parameters
         self._now: Step | None = None  # None: it is left out
         self._orthogonal: dict[str, Tensor] = {}  # of matrices that this rank owns

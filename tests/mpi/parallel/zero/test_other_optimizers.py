@@ -35,9 +35,7 @@ LR = {"lamb": 2e-2, "lion": 1e-3, "muon": 1e-2}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_optimizer_steps_as_its_twin_and_alike_everywhere(
-    world: World, name: str, everything: bool
-) -> None:
+def test_an_optimizer_steps_as_its_twin(world: World, name: str, everything: bool) -> None:
     twin, options, of_spec = OTHERS[name]
     expected = by_pytorch(twin, options, LR[name], kind=Odd)
     first, *others = (
