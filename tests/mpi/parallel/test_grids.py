@@ -54,6 +54,10 @@ def long_runs(ranks: int, everything: bool) -> list[Case]:
     }.get(ranks, [])
 
 
+def scaled_in_a_pipeline(ranks: int, everything: bool) -> list[Case]:
+    return [PLAIN | {"grid": (1, 2), "precision": "fp16"}] if ranks in (2, 4) else []
+
+
 def of_each_optimizer(ranks: int, everything: bool) -> list[Case]:
     names = ("lamb", "lion", "muon") if ranks in (2, 3) else ()
     return [PLAIN | {"grid": (ranks, 1), "optimizer": name} for name in names]
@@ -83,6 +87,12 @@ def test_twenty_steps_equal_the_serial_run(world: World, case: Case, serial: Ser
     found = on_grid(world, case, spec)
     assert found.validation_losses[-1] < found.validation_losses[0]
     assert_agrees(found, serial, world, spec)
+
+
+@pytest.mark.cases(of=scaled_in_a_pipeline)
+def test_a_pipelines_loss_is_scaled(world: World, case: Case, serial: Serial) -> None:
+    spec = spec_of(case)
+    assert_agrees(on_grid(world, case, spec), serial, world, spec)
 
 
 @pytest.mark.slow

@@ -290,6 +290,7 @@ def test_the_first_span_of_a_job_that_was_requeued_counts(record: Submission) ->
     """Its node failed, so that it said nothing of an end: it counts until the job began again."""
     began = ["2026-01-05T10:00:00Z 11 began none", "2026-01-05T10:30:00Z 11 began none"]
     (record.path / "links").write_text("\n".join([*began, "2026-01-05T10:45:00Z 11 ended 0", ""]))
+    record.log("11").write_text("a word after its end\n")
     assert run_status.status_of(record.run, []).node_hours == pytest.approx(2 * 0.75)
     late = began[1].replace("10:30", "16:30")
     (record.path / "links").write_text(

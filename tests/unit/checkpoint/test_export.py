@@ -1,6 +1,7 @@
 """`hpczero ckpt export` and `import`, held against the package `safetensors`."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import h5py
@@ -68,6 +69,10 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
     for file in files:
         sizes = [values.nbytes for values in load_file(tmp_path / "out" / file).values()]
         assert sum(sizes) <= 20_000 or len(sizes) == 1
+    for before, after in pairwise(files):
+        first = next(name for name, file in index["weight_map"].items() if file == after)
+        held = sum(values.nbytes for file, values in found.values() if file == before)
+        assert held + found[first][1].nbytes > 20_000, "it had room"
 
 
 def test_an_export_that_was_killed_begins_anew(

@@ -1,11 +1,12 @@
 """Removal of checkpoints: never through a link, and never a copy under another name."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint import directory
+from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.listing import listed
 from hpczero.cli import main
 from hpczero.errors import InputError
@@ -82,6 +83,20 @@ def test_the_newest_of_a_run_is_one_that_fits_its_name(
     assert "step-00000003: step 3" in capsys.readouterr().out
     assert main(["ckpt", "show", str(checkpoints.parent), "--step", "500"]) == 2
     assert "is of another step" in capsys.readouterr().err
+
+
+def test_its_name_is_durably_gone_before_its_data(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut there is a whole checkpoint, or none."""
+    made(checkpoints, 3)
+    (one,) = listed(checkpoints)
+    synced: list[set[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(set(os.listdir(file))))
+    files = {path.name for path in one.path.iterdir()}
+    directory.remove(one.path, one.identity)
+    assert synced == [files - {manifest.NAME}]
+    assert not names(checkpoints)
 
 
 def test_prune_does_not_remove_through_a_link(checkpoints: Path, other: Path) -> None:

@@ -261,6 +261,7 @@ def test_prune_keeps_what_is_asked_for_and_always_the_newest_complete_one(
     (made[5] / "shard-00000.h5").unlink()  # damaged: it does not count
     (checkpoints / "step-00000006").mkdir()
     made[1].rename(checkpoints / "step-00000001.20260101T000000")
+    make(checkpoints, None, Wanted(step=1))
 
     def left() -> list[str]:
         return sorted(path.name.removeprefix("step-0000000") for path in checkpoints.iterdir())

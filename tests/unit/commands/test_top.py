@@ -47,6 +47,7 @@ def test_a_run_that_has_ended_shows_its_end(
         None,
     )
     assert [one["rank"] for one in data["slow"]] == [2]
+    assert data["memory"]["step"] == 37, "the last that was measured"
 
 
 def test_a_run_that_stopped_before_a_step(

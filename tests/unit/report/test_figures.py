@@ -217,6 +217,18 @@ def test_interleaved_chunks_are_drawn(run: Run) -> None:
     assert len(rectangles(figure.drawing, "forward of")) == 2 * 2 * 4
 
 
+def test_chunks_are_as_long_as_their_stages_actions() -> None:
+    times = [(span("forward", 0, of), span("backward", of, 3 * of)) for of in (10, 30)]
+    plan = pipeline.Plan("interleaved", 2, 2, 4)
+    _, planned = pipeline.section(plan, pipeline.Traced(1, times)).figures
+    widths: dict[float, list[float]] = {}
+    for one in rectangles(planned.drawing, "forward of"):
+        widths.setdefault(one.y, []).append(one.width)
+    first, second = widths.values()
+    assert first == pytest.approx([first[0]] * 8)
+    assert second == pytest.approx([3 * first[0]] * 8, rel=0.05)  # less the gaps between them
+
+
 def test_the_step_of_the_median_time_is_drawn() -> None:
     assert pipeline.chosen([4, 5, 6], {4: 3.0, 5: 1.0, 6: 2.0}) == 6
     trace = traced(Pipeline("1f1b", 2, 1, 4), Known([3, 4], [6, 7]))

@@ -77,6 +77,8 @@ def test_restarts_are_marked(tmp_path: Path) -> None:
     is_sound(found)
     assert text.count("<title>job 2 goes on after step 10</title>") >= 3
     assert text.count("<title>job 3 goes on after step 30</title>") >= 3
+    _, text = shown(read_run(run_folders.made(tmp_path / "once")))
+    assert "restarts" not in text
     assert "3 jobs, so 2 restarts" in found.text
 
 

@@ -63,6 +63,7 @@ def test_precedence_and_where_values_come_from(write: Write) -> None:
         ("name='quoted'", "name", "quoted"),
         ("data.source=/a b=c.h5", "data.source", "/a b=c.h5"),
         ("paths.cache=", "paths.cache", ""),
+        ("batch.walltime=12:00:00", "batch.walltime", "12:00:00"),
         ("optimizer.betas=[0, 0.5]", "optimizer.betas", (0.0, 0.5)),
         ("optimizer.lr=1", "optimizer.lr", 1.0),
         ("model.tied_embeddings=false", "model.tied_embeddings", False),

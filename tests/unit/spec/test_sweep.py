@@ -105,6 +105,12 @@ def test_draws_cover_their_span_by_its_logarithm() -> None:
     assert sum(rate < 1e-3 for rate in rates) < 80
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_a_span_of_whole_numbers_has_both_its_ends(log: bool) -> None:
+    span = Span(1, 3, log=log, whole=True)
+    assert {span.at(number / 100) for number in range(100)} == {1, 2, 3}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [

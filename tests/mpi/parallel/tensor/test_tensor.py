@@ -20,7 +20,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.parallel.layout import shard_range, tensor_part
 from hpczero.parallel.parallelize import apply_plan
 from hpczero.parallel.tensor.linear import Residual
-from hpczero.parallel.tensor.vocabulary import VocabularyLookup, own_tokens
+from hpczero.parallel.tensor.vocabulary import VocabularyLookup, likeliest, own_tokens
 from hpczero.spec.schema import Model
 
 pytestmark = pytest.mark.mpi
@@ -328,6 +328,16 @@ def test_a_lookup_without_learned_positions(world: World, sequence_parallel: boo
     assert torch.equal(found, expected[:, residual.layout.rows])
     assert [name for name, _ in lookup.named_parameters()] == ["tokens"]
     torch.testing.assert_close(lookup.tokens.grad, serial.tokens.grad[own])
+
+
+def test_the_likeliest_token_is_the_first_of_the_largest_logits(world: World) -> None:
+    """Of all ranks' tokens, in whole numbers, so that several are the largest."""
+    random = torch.Generator().manual_seed(5)
+    logits = torch.randint(40, (3, 50, ODD.vocab), generator=random).float()
+    group = world.group("tensor", range(world.size))
+    found = likeliest(logits[..., own_tokens(ODD.vocab, group)], ODD.vocab, group)
+    assert torch.equal(found, logits.argmax(-1))
+    assert (found >= own_tokens(ODD.vocab, group).stop).any() or world.rank == world.size - 1
 
 
 def test_ignored_targets_count_nothing(world: World) -> None:
