@@ -81,6 +81,7 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_a_thousand_good_steps()
     assert scale.value == 512.0
     doubled = scale.after(overflow=False)
     assert (doubled.value, doubled.after(overflow=False).value) == (1024.0, 1024.0)
+    assert scale.good_steps == 999
     assert scale.after(overflow=True).after(overflow=False).good_steps == 1
 
 

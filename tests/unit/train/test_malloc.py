@@ -139,7 +139,8 @@ def test_the_peak_of_what_was_resident_begins_anew() -> None:
     peak = process.peak_resident()
     del block
     malloc.give_back_free_memory()
-    assert process.peak_resident() == peak
+    # the kernel adds up what each processor has counted, and may be some pages off
+    assert process.peak_resident() > peak - (1 << 20)
     if not process.forget_peak():
         pytest.skip("this kernel keeps the peak")
     assert process.peak_resident() < peak - (90 << 20)

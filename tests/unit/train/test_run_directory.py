@@ -175,6 +175,13 @@ def test_a_damaged_summary_is_no_finished_run(
     assert run_directory.finished(spec) is None
 
 
+def test_what_ended_the_last_job_ends_no_other(spec: Spec, directory: Path) -> None:
+    for name in ("stop", "summary.json"):
+        (directory / name).write_text("{}")
+    RunDirectory.claim(spec, resume=False, fresh=False).close()
+    assert not {"stop", "summary.json"} & {path.name for path in directory.iterdir()}
+
+
 def test_a_directory_that_lost_its_spec_is_left_or_begun_anew(spec: Spec, directory: Path) -> None:
     (directory / "summary.json").write_text(FINISHED)
     (directory / "spec.toml").unlink()
