@@ -5,6 +5,7 @@ the processor time of each.
 import contextlib
 import gc
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 
@@ -41,6 +42,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """End once all tests have been imported: without a GPU they would run on the CPU, and pass."""
     gc.freeze()
     gc.enable()
+    if torch := sys.modules.get("torch"):
+        # sums in one order; and threads that wait for others spin, which takes most of a busy core
+        torch.set_num_threads(1)
     if session.config.getoption("--gpu"):
         import torch
 

@@ -122,7 +122,6 @@ class Distributed:
         means = config.getoption("--means", "mpi")
         self.whole.use(Queued() if means == "queued" else CPU, "gloo" if means == "gloo" else "mpi")
         share_cores(self.whole)
-        torch.set_num_threads(1)  # also where there are more cores: sums in one order
         self.verdict = Verdict(self.whole)
         if self.whole.rank > 0:
             config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115  # open until the end

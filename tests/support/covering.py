@@ -62,8 +62,14 @@ def _filled(
 
 
 def _pairs_with(factors: Mapping[str, Sequence[Any]], name: str, numbers: Numbers) -> list[Part]:
-    others = [other for other in factors if other in numbers and other != name]
-    return [_part(factors, (name, other), numbers) for other in others]
+    own, pairs, is_behind = (name, numbers[name]), [], False
+    for other in factors:
+        if other == name:
+            is_behind = True
+        elif other in numbers:
+            theirs = (other, numbers[other])
+            pairs.append((own, theirs) if is_behind else (theirs, own))
+    return pairs
 
 
 def _part(factors: Mapping[str, Sequence[Any]], names: Sequence[str], numbers: Numbers) -> Part:
