@@ -47,11 +47,11 @@ class MuonUpdate(AdamWUpdate):
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
         super().__init__(weights, absent)
-        half = self.settings.train.precision != "fp32"
-        self._whole = WholeMatrices(weights, torch.bfloat16 if half else torch.float32)
-        # a GPU's products are many times as fast in half precision
-        in_half = half and self._device.has_queues
-        self._computed = torch.bfloat16 if in_half else torch.float32
+        is_half = self.settings.train.precision != "fp32"
+        travels = torch.bfloat16 if is_half else torch.float32
+        self._whole = WholeMatrices(weights, travels)
+        # a GPU's products are many times as fast in half precision, a CPU's are not
+        self._computed = travels if self._device.has_queues else torch.float32
         self._matrices = self._whole.parameters
         self._now: Step | None = None  # None: it is left out
         self._orthogonal: dict[str, Tensor] = {}  # of matrices that this rank owns

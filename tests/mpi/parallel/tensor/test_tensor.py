@@ -331,7 +331,7 @@ def test_a_lookup_without_learned_positions(world: World, sequence_parallel: boo
 
 
 def test_the_likeliest_token_is_the_first_of_the_largest_logits(world: World) -> None:
-    """Of all ranks' tokens, in whole numbers, so that several are the largest."""
+    """Logits are whole numbers, so that several are the largest, on several ranks."""
     random = torch.Generator().manual_seed(5)
     logits = torch.randint(40, (3, 50, ODD.vocab), generator=random).float()
     group = world.group("tensor", range(world.size))

@@ -63,7 +63,7 @@ def trained(world: World, module: nn.Module) -> tuple[list[float], Any]:
 @pytest.mark.filterwarnings("ignore:zero.stage = 3 takes more memory")
 @pytest.mark.parametrize("many", [1, 3, 20])
 def test_a_rank_that_keeps_views_of_its_weights(world: World, many: int) -> None:
-    """As one does that logs; what it has kept of the present step has its values."""
+    """A loop that logs does that; what it has kept of the present step has its values."""
     module, kept = net(), deque[tuple[torch.Tensor, torch.Tensor]](maxlen=many)
 
     def keep(layer: nn.Module, _: object) -> None:
@@ -84,7 +84,7 @@ def test_a_rank_that_keeps_views_of_its_weights(world: World, many: int) -> None
 
 
 def test_a_library_that_lets_go_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gloo's threads do, on each rank at another moment: that costs no memory either."""
+    """gloo's threads do, on each rank at another moment: that costs no memory either."""
     held, begin = deque[torch.Tensor](maxlen=4), Gatherer.__init__
 
     def holding(
