@@ -19,7 +19,7 @@ from hpczero.device import CPU
 from hpczero.inference.evaluate import EvaluationSet, RankWork, evaluate
 from hpczero.inference.load_model import load_model, open_checkpoint
 from tests.support.covering import Case
-from tests.support.inference import MODELS, model_of, random_run
+from tests.support.inference import MODELS, SIZES, model_of, random_run
 from tests.support.token_files import make
 
 pytestmark = pytest.mark.mpi
@@ -65,7 +65,8 @@ def groups(world: World, tensor: int) -> tuple[Group, Group | None]:
 
 
 def cases(ranks: int, everything: bool) -> list[Case]:
-    tensors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    most = min(ranks, SIZES["heads"])  # every tensor rank needs a head
+    tensors = [size for size in range(1, most + 1) if ranks % size == 0]
     found = [
         {"model": model, "tensor": tensor, "documents": documents, "count": count}
         for model, (documents, count) in product(
