@@ -24,7 +24,8 @@ trap clean_up EXIT
 trap 'exit 130' INT TERM
 
 # part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left
-# running (after 5 s of grace), seconds, processor-seconds of all its processes.
+# running (after 5 s of grace), seconds, processor-seconds of all its processes. They keep to the
+# cores of $share, if that is set (see measured.py).
 part() {
     local name=$1 limit=$2 started=$SECONDS code=0 left=0
     shift 2
@@ -34,7 +35,7 @@ part() {
     set -m
     env HPCZERO_TEST_RUN="$results/$name" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" \
         OMP_WAIT_POLICY=PASSIVE \
-        "$(find_python)" scripts/measured.py "$results/measured-$name" \
+        "$(find_python)" scripts/measured.py "$results/measured-$name" "${share:-0/1}" \
         timeout --kill-after=20 "$limit" "$@" </dev/null &
     set +m
     wait $! || code=$?
@@ -49,14 +50,15 @@ part() {
         "$(cat "$results/measured-$name" || echo 0)" >>"$results/parts"
 }
 
-# at_once LANE...: functions that run parts which need one core, each beside the others; what they
-# print is shown when all have ended.
+# at_once LANE...: functions that run parts which need one core, each beside the others on cores of
+# its own; what they print is shown when all have ended.
 at_once() {
-    local lane
+    local lane number=0
     printf '\n== at the same time: %s\n' "$*"
     for lane in "$@"; do
-        "$lane" >"$results/$lane.log" 2>&1 &
+        share=$number/$# "$lane" >"$results/$lane.log" 2>&1 &
         lanes+=($!)
+        number=$((number + 1))
     done
     for lane in "$@"; do
         # how its parts ended is in $results/parts; a lane that stops between them is a failure

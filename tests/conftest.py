@@ -14,6 +14,7 @@ import pytest
 from hpczero import env
 
 gc.disable()  # until all tests are imported, which takes a fifth longer with it
+SELDOM = 10_000, 20, 50  # numba and torch make objects by the million, of which few are garbage
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """End once all tests have been imported: without a GPU they would run on the CPU, and pass."""
     gc.freeze()
+    gc.set_threshold(*SELDOM)
     gc.enable()
     if torch := sys.modules.get("torch"):
         # sums in one order; and threads that wait for others spin, which takes most of a busy core

@@ -68,7 +68,7 @@ def job(
             global_batch=batch,
             micro_batch=micro_batch,
             precision=precision,
-            steps=4,
+            steps=3,
             eval_batches=0,
         ),
         zero=Zero(**(zero or {})),

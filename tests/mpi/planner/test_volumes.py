@@ -230,7 +230,7 @@ def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(
     """
     spec = job(5, tensor=world.size, sequence_parallel=sequence_parallel)
     world.ledger.reset()
-    _, before, after, _ = train(world, spec).sent_until
+    _, before, after = train(world, spec).sent_until
     micro_batches, blocks, ranks = 3, MODEL.layers, world.size
     found, sent = counts(before, after, "tensor"), difference(before, after)["tensor"]
     loss = 2 * (4 + 8) * 5 * MODEL.seq_len * (ranks - 1) // ranks
@@ -258,7 +258,7 @@ def test_a_pipeline_moves_the_activations_at_the_boundaries(
     """There, and their gradients back, of every sequence once."""
     spec = job(7, pipeline=world.size, schedule=schedule, chunks=chunks, tied=False)
     world.ledger.reset()
-    _, before, after, _ = train(world, spec).sent_until
+    _, before, after = train(world, spec).sent_until
     inner = 2 * chunks  # each part has a boundary on either side, but for the model's ends
     boundaries = inner - (world.rank == 0) - (world.rank == world.size - 1)
     assert difference(before, after)["pipeline"]["send"] == Sent(boundaries * 7 * STREAM, 0)
