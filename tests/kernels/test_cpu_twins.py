@@ -140,6 +140,7 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         (rms_norm_cpu._rms_backward, ("mulps", "addps")),
     ],
 )
+@pytest.mark.few(2)
 def test_a_kernel_is_vectorised_and_releases_the_lock(
     kernel: Any, operations: tuple[str, ...]
 ) -> None:

@@ -110,6 +110,7 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SIMULATED or DEVICE == "cuda", reason="CUDA's kernels run in their place")
 def test_the_kernels_are_vectorised() -> None:
     for kernel, operations in (

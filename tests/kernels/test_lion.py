@@ -85,6 +85,7 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SIMULATED or DEVICE == "cuda", reason="CUDA's kernels run in their place")
 def test_the_kernel_is_vectorised() -> None:
     assert is_vectorised(assembly_of(module._lion), "mulps")

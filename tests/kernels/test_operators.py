@@ -240,7 +240,7 @@ def carried_out(
 @OPERATORS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.few(simulated=25)
+@pytest.mark.few(simulated=13)
 def test_it_is_as_exact_as_torchs(
     case: Case, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
@@ -389,6 +389,7 @@ def test_gradients_are_those_of_the_formula(case: Case) -> None:
 
 @OPERATORS
 @pytest.mark.skipif(KERNELS and DEVICE == "cpu", reason="the simulator's kernels are no graph")
+@pytest.mark.few(8)
 def test_it_survives_the_compiler(case: Case) -> None:
     given = case.made((2, 3, 24), torch.float32, 0)
     plain = carried_out(case.own, given, torch.float32)

@@ -42,7 +42,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     [(dtype, out) for dtype in FLOATS for out in {dtype, torch.float32}],
     ids=str,
 )
-@pytest.mark.few(simulated=6)
+@pytest.mark.few(simulated=3)
 def test_sums_equal_the_reference(
     dtype: torch.dtype, out_dtype: torch.dtype, offset: int, count: int
 ) -> None:

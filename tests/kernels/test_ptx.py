@@ -53,6 +53,7 @@ def test_every_kernel_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.few(6)
 def test_a_kernel(name: str, tmp_path: Path) -> None:
     loads, stores, most = EXPECTED[name]
     kernel = kernels()[name]

@@ -306,6 +306,7 @@ def test_tensors_that_do_not_fit_together_are_refused(bits: int) -> None:
         average_quantised(packed.repeat(2, 1), scales.repeat(3, 1), values, bits)
 
 
+@pytest.mark.slow
 @NOT_SIMULATED
 def test_kernels_are_vectorised_and_release_the_lock() -> None:
     for kernel, operation in (

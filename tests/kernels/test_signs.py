@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize(
 COUNTS = pytest.mark.parametrize(
     "count", [0, 1, 9, 2049] if SIMULATED else [0, 1, 7, 8, 9, 2047, 2048, 2049, 5000]
 )
-FEW = pytest.mark.few(simulated=4)
+FEW = pytest.mark.few(simulated=2)
 NOT_SIMULATED = pytest.mark.skipif(SIMULATED, reason="CUDA's kernels run in their place")
 
 
@@ -133,7 +133,7 @@ def test_rows_of_workers_may_lie_in_messages_of_signs_and_scales() -> None:
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", [0, 2000, 2049])
 @pytest.mark.parametrize("in_error", [False, True])
-@pytest.mark.few(simulated=3)
+@pytest.mark.few(simulated=1)
 def test_what_is_not_finite_shows_in_its_block_alone(
     pack, unpack, bad: float, place: int, in_error: bool
 ) -> None:
@@ -303,6 +303,7 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
         average_signs(packed.repeat(2, 1), scales.repeat(3, 1), values)
 
 
+@pytest.mark.slow
 @NOT_SIMULATED
 def test_kernels_are_vectorised_and_release_the_lock() -> None:
     for kernel, operation in ((signs._pack_signs, "addps"), (signs._average_signs, "mulps")):

@@ -19,7 +19,6 @@ torch.distributed, and a device's staging.
 """
 
 import faulthandler
-import json
 import os
 import shutil
 import tempfile
@@ -47,7 +46,7 @@ MARKERS = [
 ]
 LIMIT = 90  # seconds for one test, on every rank
 GRACE = 10  # seconds that a rank whose test failed waits for the others
-_RECORD = 16384  # bytes of a rank's outcome and error text
+_WORD, _TEXT = 16, 16384  # bytes of a rank's outcome, and of what it says of a failure
 
 
 class Verdict:
@@ -63,28 +62,23 @@ class Verdict:
         self._stderr = os.fdopen(os.dup(2), "w")  # the tests' own is captured
 
     def agree(self, report: pytest.TestReport) -> None:
-        outcomes = self._gather(report)
-        kinds = {outcome for outcome, _ in outcomes}
-        if len(kinds) == 1 and "failed" not in kinds:
+        outcomes = self._gather(report, report.outcome, _WORD)
+        if set(outcomes) in ({"passed"}, {"skipped"}):
             return
+        texts = self._gather(report, report.longreprtext if report.failed else "", _TEXT)
         told = [
             f"---- rank {rank}: {outcome}\n{text}"
-            for rank, (outcome, text) in enumerate(outcomes)
-            if text or "failed" not in kinds
+            for rank, (outcome, text) in enumerate(zip(outcomes, texts, strict=True))
+            if text or "failed" not in outcomes
         ]
         report.outcome = "failed"
         report.longrepr = "\n".join(told)
 
-    def _gather(self, report: pytest.TestReport) -> list[tuple[str, str]]:
-        text = report.longreprtext if report.failed else ""
-        mine = json.dumps([report.outcome, text[-_RECORD // 2 :]]).encode()
-        mine = (
-            mine
-            if len(mine) <= _RECORD
-            else json.dumps([report.outcome, "(too long to be passed on)"]).encode()
-        ).ljust(_RECORD)
-        records = bytearray(_RECORD * self.whole.size)
-        request = self._communicator.Iallgather([mine, self._mpi.BYTE], [records, self._mpi.BYTE])
+    def _gather(self, report: pytest.TestReport, text: str, room: int) -> list[str]:
+        """Return each rank's text, of a long one its last bytes."""
+        mine = text.encode()[-room:].ljust(room, b"\0")
+        found = bytearray(room * self.whole.size)
+        request = self._communicator.Iallgather([mine, self._mpi.BYTE], [found, self._mpi.BYTE])
         begun = time.monotonic()
         while not request.Test():
             if report.failed and time.monotonic() - begun > GRACE:
@@ -94,10 +88,8 @@ class Verdict:
                     f"{missing}:\n{report.longreprtext}"
                 )
             time.sleep(0.0005)
-        return [
-            tuple(json.loads(records[rank * _RECORD : (rank + 1) * _RECORD]))
-            for rank in range(self.whole.size)
-        ]
+        texts = (found[first : first + room] for first in range(0, len(found), room))
+        return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
     def too_long(self) -> None:
         faulthandler.dump_traceback(self._stderr)
@@ -128,6 +120,8 @@ class Distributed:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if item.get_closest_marker("skip"):
+            return (yield)
         self.verdict.test = item.nodeid
         watch = threading.Timer(LIMIT, self.verdict.too_long)
         watch.daemon = True
@@ -138,9 +132,13 @@ class Distributed:
             watch.cancel()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Agree, but not on a test that is marked to be left out, as it is on every rank."""
         report = yield
-        self.verdict.agree(report)
+        if not item.get_closest_marker("skip"):
+            self.verdict.agree(report)
         return report
 
     @pytest.hookimpl(tryfirst=True)

@@ -1,10 +1,12 @@
 """The shell behind scripts/quickstart.sh and scripts/test.sh, tried without installing anything."""
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,25 @@ def test_parts_at_the_same_time_are_told_apart() -> None:
     ]
 
 
+@pytest.fixture
+def cores() -> Iterator[list[int]]:
+    """All cores that this process may have, however few the part that it runs in keeps to."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, before)
+
+
+def test_parts_at_the_same_time_share_the_cores_in_equal_parts(cores: list[int]) -> None:
+    shown = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
+    lanes = f"one() {{ part a 60 {shown}; }}; two() {{ part b 60 {shown}; }}"
+    done = parts(f"{lanes}; at_once one two; part c 60 {shown}")
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    half = len(cores) // 2
+    apart = [cores[:half], cores[half:]] if half else [cores, cores]  # one core is for all
+    assert found == [*apart, cores]
+
+
 def test_a_part_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
     """Not even one that ignores the signal, in a session of its own."""
     stubborn = f'trap "" TERM; echo $$ >{tmp_path}/stubborn; sleep 300'
@@ -244,7 +265,7 @@ def test_the_processor_time_is_that_of_all_processes_also_of_daemons(tmp_path: P
     daemon = f"setsid -f {sys.executable} -c {shlex.quote(burn)}"
     until = "until [ -s pid ] && [ ! -e /proc/$(cat pid) ]; do sleep .1; done"
     command = f"{daemon}; {until}"
-    script = [sys.executable, str(CHECKOUT / "scripts" / "measured.py"), "seconds"]
+    script = [sys.executable, str(CHECKOUT / "scripts" / "measured.py"), "seconds", "0/1"]
     done = subprocess.run(
         [*script, "bash", "-c", f"{command}; exit 3"], cwd=tmp_path, timeout=60, check=False
     )

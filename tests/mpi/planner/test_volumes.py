@@ -192,7 +192,9 @@ def test_local_steps_exchange_once_in_a_while(world: World, fragments: int) -> N
     """The bytes of a step are those of two, on average."""
     with laid_out(world, 1) as nodes:
         outer = Optimizer(outer=Outer(every=2, fragments=fragments))
-        spec = job(7, zero={"shard_ranks": 1}).model_copy(update={"optimizer": outer})
+        spec = job(7, zero={"shard_ranks": 1})
+        longer = spec.train.model_copy(update={"steps": 4})  # the last one ends a round besides
+        spec = spec.model_copy(update={"optimizer": outer, "train": longer})
         first, second, _ = sent_in_steps(nodes, spec)
         foreseen = expected(spec, nodes)["replica"]
         for name, each in foreseen.items():

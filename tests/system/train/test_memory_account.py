@@ -24,7 +24,7 @@ STATES = ("weights", "moments", "gradients")
 SPEC = """
 name = "large"
 [model]
-layers = 4
+layers = 2
 hidden = 256
 heads = 4
 seq_len = 256

@@ -17,7 +17,7 @@ from tests.support.launch import Finished, hpczero, launch, mpirun, started
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
 
-STEPS = 60
+STEPS = 30
 SPEC = f"""
 name = "away"
 [model]
@@ -32,7 +32,7 @@ source = "synthetic"
 steps = {STEPS}
 global_batch = 4
 micro_batch = 2
-precision = "bf16"
+precision = "fp32"
 eval_batches = 0
 [schedule]
 name = "constant"
