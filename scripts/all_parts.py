@@ -27,9 +27,9 @@ PARALLEL = f"tests/mpi/parallel --ignore={GRIDS} --ignore={ZERO} " + " ".join(
     f"--ignore={folder}" for folder in MEMORY.split()
 )
 RANKS = " ".join(
-    f"tests/mpi/{room}"
-    for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
+    f"tests/mpi/{room}" for room in ("comm", "checkpoint", "train", "inference", "calibrate")
 )
+PLANNER = "tests/mpi/planner"
 ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm " + " ".join(
     f"{ZERO}/test_{kind}.py" for kind in ("data_parallel", "zero", "other_optimizers")
@@ -77,11 +77,11 @@ PARTS = {
     "ranks": Part(
         15,
         tuple(
-            f"hpczero/{room}"
-            for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
+            f"hpczero/{room}" for room in ("comm", "checkpoint", "train", "inference", "calibrate")
         ),
         (f"-n 8 {RANKS}",),
     ),
+    "planner": Part(18, ("hpczero/planner", "hpczero/parallel"), (f"-n 8 {PLANNER}",)),
     "devices": Part(
         8,
         ("hpczero/device.py", "hpczero/comm/torch_backend.py"),
@@ -93,6 +93,7 @@ PARTS = {
     "openmpi-parallel": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PARALLEL}",)),
     "openmpi-activations": Part(24, ("hpczero/comm",), (f"-n 8 {OPENMPI} {MEMORY}",)),
     "openmpi-ranks": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {RANKS}",)),
+    "openmpi-planner": Part(18, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PLANNER}",)),
     "many": Part(19, ("hpczero/comm",), ("-n 32 tests/mpi", f"-n 32 {OPENMPI} tests/mpi")),
 }
 

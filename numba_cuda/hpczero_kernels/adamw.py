@@ -13,7 +13,7 @@ from math import sqrt
 
 import numpy as np
 import torch
-from numba import float32, njit, uint16, uint64
+from numba import float32, uint16, uint64
 
 from hpczero_kernels.cpu import (
     BETA1,
@@ -34,6 +34,7 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
+    compiled,
     from_bf16,
     inner,
     load,
@@ -42,7 +43,6 @@ from hpczero_kernels.cpu import (
     to_bf16,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
-from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache over a dozen operations
 
@@ -158,12 +158,10 @@ def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalar
         weights[i] = to_bf16(weight)
 
 
-@njit(
+@compiled(
     "void(uint64, uint64, uint64, uint64, int64, boolean, uint64, int64, float32, float32[::1],"
-    " uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " uint64, uint64)"
+)
 def _adamw(
     master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision,
     decay, scalars, start, stop,

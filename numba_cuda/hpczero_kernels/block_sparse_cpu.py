@@ -17,6 +17,7 @@ from hpczero_kernels.cpu import (
     add,
     address_of,
     bits_as,
+    compiled,
     from_element,
     inner,
     load,
@@ -24,7 +25,6 @@ from hpczero_kernels.cpu import (
     store,
 )
 from hpczero_kernels.cpu_functions import exp_of_negative, tanh
-from hpczero_kernels.sources import named_by_sources
 
 _ZERO, _ONE = float32(0.0), float32(1.0)
 _HIDDEN = float32(-np.inf)
@@ -166,12 +166,10 @@ def _at(queries, item, blocks, rows, block):
 # `items`: the addresses of a chunk's starts and queries and of the plan's keys, then their number;
 # `shape`: blocks of a head, units that share a row of intervals, width and block; `biases`: the
 # address of the bias, or 0, its heads, and the address of sums along the diagonals of blocks.
-@njit(
+@compiled(
     "void(uint64, uint64, int64, uint64, uint64, uint64, UniTuple(uint64, 3), uint64,"
-    " UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)"
+)
 def _softmax(
     logits, probabilities, precision, sums, low, high, items, count, shape, biases, scale, cap
 ):  # fmt: skip
@@ -204,12 +202,10 @@ def _softmax(
                 store(row, size, probabilities, precision, at * size)
 
 
-@njit(
+@compiled(
     "void(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64, uint64,"
-    " UniTuple(uint64, 3), uint64, UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " UniTuple(uint64, 3), uint64, UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)"
+)
 def _differentiate(
     logits, gradients, probabilities, scores, precision, sums, row_sums, low, high, items, count,
     shape, biases, scale, cap,
@@ -252,12 +248,10 @@ def _differentiate(
                 store(gradient, size, scores, precision, at * size)
 
 
-@njit(
+@compiled(
     "void(uint64, int64, uint64, int64, UniTuple(uint64, 3), uint64, int64, UniTuple(int64, 4),"
-    " uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " uint64)"
+)
 def _gather(source, precision, target, target_precision, items, count, groups, shape, length):
     """Copy the blocks of the items' keys, of `length` elements each; to fp32, if that is said."""
     starts, queries, plan_keys = items
@@ -279,11 +273,9 @@ def _gather(source, precision, target, target_precision, items, count, groups, s
             place += length
 
 
-@njit(
-    "void(uint64, int64, uint64, UniTuple(uint64, 3), uint64, int64, UniTuple(int64, 4), uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, int64, uint64, UniTuple(uint64, 3), uint64, int64, UniTuple(int64, 4), uint64)"
+)
 def _scatter(gradients, precision, target, items, count, groups, shape, length):
     """Add the blocks of the items' gradients to those of the keys, in fp32, item after item."""
     starts, queries, plan_keys = items
@@ -298,11 +290,7 @@ def _scatter(gradients, precision, target, items, count, groups, shape, length):
             place += length
 
 
-@njit(
-    "void(uint64, uint64, UniTuple(uint64, 3), uint64, UniTuple(int64, 4))",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, UniTuple(uint64, 3), uint64, UniTuple(int64, 4))")
 def _add_diagonals(diagonals, target, items, count, shape):
     """Add the sums along the diagonals of the items' blocks to those of their units."""
     starts, queries, plan_keys = items

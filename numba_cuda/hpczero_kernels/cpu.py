@@ -17,13 +17,16 @@ place of the other.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from llvmlite import ir
 from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
+
+from hpczero_kernels.sources import named_by_sources
 
 FP32, BF16, FP16 = 0, 1, 2
 STRETCH = 256  # elements: the end of a stretch and the reading of the next overlap
@@ -34,6 +37,48 @@ GRADIENT_SCALE, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2 = range(5)
 EPS, LR, STEP_SIZE, MOMENT1_SCALE, MOMENT2_SCALE, SKIP = range(5, 11)
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
+_kernels: "list[Kernel]" = []  # of all modules that were imported
+_loading = Lock()
+
+
+class Kernel:
+    """A kernel for CPUs, which has its machine code from its first call on: compiled, or read from
+    the folder in which numba keeps it.
+
+    Reading takes 5 ms, and a process calls few of the kernels whose modules it imports.
+    """
+
+    def __init__(self, function: Callable[..., None], signature: str) -> None:
+        self._function = named_by_sources(function)
+        self._signature = signature
+        self._dispatcher: Any = None  # numba's
+
+    def load(self) -> Any:
+        """Return numba's dispatcher; threads that come at once get the same one."""
+        with _loading:
+            if self._dispatcher is None:
+                compile_now = njit(self._signature, nogil=True, cache=True, error_model="numpy")
+                self._dispatcher = compile_now(self._function)
+        return self._dispatcher
+
+    def __call__(self, *arguments: Any) -> None:
+        (self._dispatcher or self.load())(*arguments)
+
+
+def compiled(signature: str) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorate a kernel for CPUs that is compiled for arguments of these types."""
+
+    def decorate(function: Callable[..., None]) -> Kernel:
+        _kernels.append(Kernel(function, signature))
+        return _kernels[-1]
+
+    return decorate
+
+
+def load_all() -> None:
+    """Compile or load the kernels of all modules that were imported."""
+    for kernel in _kernels:
+        kernel.load()
 
 
 def address_of(tensor: torch.Tensor) -> int:

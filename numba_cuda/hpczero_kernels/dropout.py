@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, uint32, uint64
+from numba import uint32, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpczero_kernels.cpu import compiled
 from hpczero_kernels.dispatch import (
     CUDA,
     NUMBA,
@@ -30,7 +31,6 @@ from hpczero_kernels.dispatch import (
     upcast_half,
 )
 from hpczero_kernels.random import block_of_words, words_at
-from hpczero_kernels.sources import named_by_sources
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,7 @@ _backward = operator(
 )  # fmt: skip
 
 
-@njit(
-    "void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])")
 def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
     for number in range(out.shape[0]):
         stream = uint64(samples[number])

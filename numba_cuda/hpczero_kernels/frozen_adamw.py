@@ -12,12 +12,21 @@ from math import sqrt
 
 import numpy as np
 import torch
-from numba import float32, njit, uint64
+from numba import float32, uint64
 from torch import Tensor
 
-from hpczero_kernels.cpu import CODES, INLINE, STRETCH, Pool, address_of, inner, load, pointer
+from hpczero_kernels.cpu import (
+    CODES,
+    INLINE,
+    STRETCH,
+    Pool,
+    address_of,
+    compiled,
+    inner,
+    load,
+    pointer,
+)
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose, is_like
-from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 1 << 15  # elements: some buffers of these stay in a core's cache
 
@@ -68,12 +77,10 @@ def _own(moment, gradient, variance, steps, size, beta1, factor, scale, eps):
         steps[i] = step if variance[i] != float32(0.0) else float32(0.0)
 
 
-@njit(
+@compiled(
     "void(uint64, uint64, int64, uint64, uint64, float32, float32, float32, float32, uint64,"
-    " uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " uint64)"
+)
 def _own_steps(
     moment, gradient, precision, variance, steps, beta1, factor, scale, eps, start, stop
 ):  # fmt: skip
@@ -90,11 +97,9 @@ def _own_steps(
         start += uint64(STRETCH)
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, float32, float32, float32, float32, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, uint64, uint64, uint64, float32, float32, float32, float32, uint64, uint64)"
+)
 def _take_steps(steps, variance, moment, master, keep, size, scale, eps, start, stop):
     """Take the steps of elements start .. stop - 1; tensors are addresses."""
     given = pointer(steps, float32)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, uint64
+from numba import uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -20,6 +20,7 @@ from hpczero_kernels.cpu import (
     CODES,
     STRETCH,
     address_of,
+    compiled,
     inner,
     load,
     pool_of_torch,
@@ -28,7 +29,6 @@ from hpczero_kernels.cpu import (
 from hpczero_kernels.cpu_functions import gelu_by_erf, gelu_by_tanh, silu
 from hpczero_kernels.dispatch import TORCH, choose, empty_contiguous, operator, upcast_half
 from hpczero_kernels.elementwise import gelu_reference, gelu_slope
-from hpczero_kernels.sources import named_by_sources
 
 SILU, GELU, GELU_EXACT = 0, 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_exact": GELU_EXACT}
@@ -84,11 +84,7 @@ def _differentiate(values, gates, g, size, activation):
             values[i] = g[i] * activated
 
 
-@njit(
-    "void(uint64, uint64, int64, uint64, int64, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, int64, uint64, int64, uint64, uint64)")
 def _glu_forward(x, y, precision, columns, activation, start, stop):
     """Set elements start .. stop - 1 of y."""
     gates = np.empty(STRETCH, np.float32)
@@ -104,11 +100,7 @@ def _glu_forward(x, y, precision, columns, activation, start, stop):
         start += size
 
 
-@njit(
-    "void(uint64, uint64, uint64, int64, uint64, int64, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, uint64, int64, uint64, int64, uint64, uint64)")
 def _glu_backward(gradient, x, grad_x, precision, columns, activation, start, stop):
     """Set what follows from elements start .. stop - 1 of the gradient."""
     gates = np.empty(STRETCH, np.float32)

@@ -35,13 +35,13 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
+    compiled,
     inner,
     load,
     pointer,
     store,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
-from hpczero_kernels.sources import named_by_sources
 
 
 def block_count(elements: int) -> int:
@@ -127,11 +127,9 @@ def _squared(values, size):
     return total
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32[::1], uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32[::1], uint64, uint64)"
+)
 def _lamb_moments(
     master, moment1, moment2, gradient, precision, squares, decay, scalars, start, stop
 ):  # fmt: skip
@@ -156,11 +154,9 @@ def _lamb_moments(
         start += uint64(STRETCH)
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, int64, float32, float32, float32[::1], uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, uint64, uint64, uint64, int64, float32, float32, float32[::1], uint64, uint64)"
+)
 def _lamb_step(
     master, moment1, moment2, weights, precision, decay, length, scalars, start, stop
 ):  # fmt: skip

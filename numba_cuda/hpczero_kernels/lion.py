@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import float32, njit, uint64
+from numba import float32, uint64
 from torch import Tensor
 
 from hpczero_kernels.adamw import AdamWScalars
@@ -30,13 +30,13 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
+    compiled,
     inner,
     load,
     pointer,
     store,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
-from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 1 << 15  # elements: some buffers of these stay in a core's cache
 
@@ -80,11 +80,9 @@ def _update(master, moment, stretch, size, keep, scalars):
         master[i] = stretch[i] = weight
 
 
-@njit(
-    "void(uint64, uint64, uint64, int64, uint64, int64, float32, float32[::1], uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, uint64, uint64, int64, uint64, int64, float32, float32[::1], uint64, uint64)"
+)
 def _lion(
     master, moment, gradient, gradient_precision, weights, weights_precision, decay, scalars, start,
     stop,

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import float32, int8, int32, njit, uint8, uint16, uint32, uint64
+from numba import float32, int8, int32, uint8, uint16, uint32, uint64
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,6 +30,7 @@ from hpczero_kernels.cpu import (
     address_in,
     address_of,
     bits_as,
+    compiled,
     from_element,
     inner,
     load,
@@ -48,7 +49,6 @@ from hpczero_kernels.message_sizes import (
     quantised_blocks,
     quantised_bytes,
 )
-from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 512 * QUANTISED_BLOCK  # elements of a reference's temporary tensors
 
@@ -174,11 +174,7 @@ def _join(codes, size, packed):
         packed[i] = uint8((pair & uint32(0xF)) | ((pair >> uint32(4)) & uint32(0xF0)))
 
 
-@njit(
-    "void(uint64, int64, uint64, uint64, uint64, int64, float32, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, int64, uint64, uint64, uint64, int64, float32, uint64, uint64)")
 def _quantise(values, precision, error, packed, scales, bits, most, start, stop):
     """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
@@ -255,12 +251,10 @@ def _integer(packed, bits, i):
     return float32(int32((half ^ uint32(8)) - uint32(8)))
 
 
-@njit(
+@compiled(
     "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, int64, boolean, int64, uint64,"
-    " uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " uint64)"
+)
 def _average_integers(
     packed, row, scales, scales_row, workers, factor, average, precision, streamed, bits, start,
     stop,

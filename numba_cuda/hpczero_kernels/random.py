@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numba import float32, int32, int64, njit, uint32, uint64
 
-from hpczero_kernels.cpu import INLINE, Pool, bits_as, inner
-from hpczero_kernels.sources import named_by_sources
+from hpczero_kernels.cpu import INLINE, Pool, bits_as, compiled, inner
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -62,8 +61,7 @@ def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tens
     return words_at(key, streams, torch.arange(first, first + count, dtype=torch.int64))
 
 
-@njit("UniTuple(uint32, 4)(uint64, uint64, uint64)", nogil=True, cache=True)
-@named_by_sources
+@inner
 def block_of_words(key, stream, block):
     """Return the four words of one block, as words_reference does, in numba kernels."""
     low_key, high_key = uint32(key), uint32(key >> uint64(32))
@@ -81,8 +79,7 @@ def block_of_words(key, stream, block):
     return word0, word1, word2, word3
 
 
-@njit("void(uint64, uint64, uint64, uint32[::1])", nogil=True, cache=True)
-@named_by_sources
+@compiled("void(uint64, uint64, uint64, uint32[::1])")
 def _fill_words(key, stream, first, out):
     for index in range(out.size):
         position = first + uint64(index)
@@ -185,8 +182,7 @@ def _pairs(words, angles, std, values, lane):
         values[lane + 4 * i + 1] = radius * sine
 
 
-@njit("void(uint64, uint64, float32, float32[::1])", nogil=True, cache=True, error_model="numpy")
-@named_by_sources
+@compiled("void(uint64, uint64, float32, float32[::1])")
 def _fill_normal(key, first, std, out):
     a = np.empty(_BLOCKS, np.uint32)
     b = np.empty(_BLOCKS, np.uint32)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import float32, njit, uint64
+from numba import float32, uint64
 
 from hpczero_kernels.cpu import (
     BF16,
@@ -19,6 +19,7 @@ from hpczero_kernels.cpu import (
     Pool,
     add,
     address_of,
+    compiled,
     inner,
     load,
     load_sum,
@@ -26,7 +27,6 @@ from hpczero_kernels.cpu import (
     store_and_square,
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
-from hpczero_kernels.sources import named_by_sources
 
 
 def sum_pieces_reference(
@@ -71,11 +71,7 @@ def _sum_stretches(pieces, precision, out, out_precision, accumulate, squares, s
         start += uint64(STRETCH)
 
 
-@njit(
-    "void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)")
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
     """Sum elements start .. stop - 1; `start` begins a block.
 

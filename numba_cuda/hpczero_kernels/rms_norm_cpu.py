@@ -16,13 +16,13 @@ from hpczero_kernels.cpu import (
     CODES,
     FP32,
     address_of,
+    compiled,
     inner,
     load,
     pointer,
     pool_of_torch,
     store,
 )
-from hpczero_kernels.sources import named_by_sources
 
 _GROUP = 64  # rows whose gradients of the weight are added up one after the other
 # The compiler chooses the order of a sum, the same in all calls, so that it can vectorise it.
@@ -47,11 +47,7 @@ def _weights(weight, precision, columns, offset):
     return weights
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32, uint64, uint64)")
 def _rms_forward(x, weight, y, inverses, precision, columns, eps, offset, start, stop):
     """Set rows start .. stop - 1 of y and their inverse deviations; tensors are addresses."""
     weights = _weights(weight, precision, columns, offset)
@@ -84,11 +80,9 @@ def _gather(normal, g, weights, sums, inverse, size):
     return along
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, uint64, uint64, int64, uint64, float32, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, uint64, uint64, uint64, uint64, uint64, int64, uint64, float32, uint64, uint64)"
+)
 def _rms_backward(
     gradient, x, weight, inverses, grad_x, groups, precision, columns, offset, start, stop
 ):

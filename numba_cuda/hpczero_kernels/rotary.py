@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float32, njit, uint16, uint64
+from numba import float32, uint16, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -22,6 +22,7 @@ from hpczero_kernels.cpu import (
     FP32,
     STRETCH,
     address_of,
+    compiled,
     inner,
     load,
     pointer,
@@ -29,7 +30,6 @@ from hpczero_kernels.cpu import (
     store,
 )
 from hpczero_kernels.dispatch import TORCH, choose, empty_contiguous, operator, upcast_half
-from hpczero_kernels.sources import named_by_sources
 
 
 def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
@@ -77,12 +77,10 @@ def _copy(x, y, precision, index, size):
             others[i] = halves[i]
 
 
-@njit(
+@compiled(
     "void(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64, uint64, uint64, boolean,"
-    " uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+    " uint64, uint64)"
+)
 def _turn_rows(
     x, cosines, sines, y, precision, positions, heads, head_dim, pairs, of_sample, back, start, stop
 ):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from numba import float32, njit, uint8, uint32, uint64
+from numba import float32, uint8, uint32, uint64
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,6 +27,7 @@ from hpczero_kernels.cpu import (
     Pool,
     address_of,
     bits_as,
+    compiled,
     from_element,
     inner,
     pointer,
@@ -37,7 +38,6 @@ from hpczero_kernels.cpu_messages import GROUP, put_average_of_signs, put_signs
 from hpczero_kernels.cpu_streams import finish_streams, store_past_caches, streams
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose, is_like
 from hpczero_kernels.message_sizes import SIGN_BLOCK, sign_blocks, sign_bytes
-from hpczero_kernels.sources import named_by_sources
 
 _CHUNK = 64 * SIGN_BLOCK  # elements of a reference's temporary tensors
 
@@ -198,11 +198,7 @@ def _put_average(numbers, packed, row, scales, scales_row, workers, factor, stre
         numbers[i] = number * factor
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, uint64, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, uint64, uint64, uint64, uint64, uint64)")
 def _pack_signs(values, error, variance, packed, scales, start, stop):
     """Pack elements start .. stop - 1; `start` begins a block, tensors are addresses."""
     total = scratch(SIGN_BLOCK, float32)
@@ -222,12 +218,9 @@ def _pack_signs(values, error, variance, packed, scales, start, stop):
         start += uint64(SIGN_BLOCK)
 
 
-@njit(
-    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, boolean, uint64,"
-    " uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled(
+    "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, boolean, uint64, uint64)"
+)
 def _average_signs(
     packed, row, scales, scales_row, workers, factor, variance, average, streamed, start, stop
 ):  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, uint64
+from numba import uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -16,13 +16,13 @@ from hpczero_kernels.cpu import (
     CODES,
     STRETCH,
     address_of,
+    compiled,
     load,
     pool_of_torch,
     store,
 )
 from hpczero_kernels.cpu_functions import tanh
 from hpczero_kernels.dispatch import TORCH, choose, empty_contiguous, operator, upcast_half
-from hpczero_kernels.sources import named_by_sources
 
 
 def forward_reference(x: Tensor, cap: float) -> Tensor:
@@ -34,11 +34,7 @@ def backward_reference(gradient: Tensor, x: Tensor, cap: float) -> Tensor:
     return (upcast_half(gradient) * slope).to(x.dtype)
 
 
-@njit(
-    "void(uint64, uint64, int64, float32, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, int64, float32, uint64, uint64)")
 def _cap_forward(x, y, precision, cap, start, stop):
     """Set elements start .. stop - 1 of y; tensors are addresses."""
     values = np.empty(STRETCH, np.float32)
@@ -51,11 +47,7 @@ def _cap_forward(x, y, precision, cap, start, stop):
         start += size
 
 
-@njit(
-    "void(uint64, uint64, uint64, int64, float32, uint64, uint64)",
-    nogil=True, cache=True, error_model="numpy",
-)  # fmt: skip
-@named_by_sources
+@compiled("void(uint64, uint64, uint64, int64, float32, uint64, uint64)")
 def _cap_backward(gradient, x, grad_x, precision, cap, start, stop):
     """Set elements start .. stop - 1 of grad_x; tensors are addresses."""
     values = np.empty(STRETCH, np.float32)

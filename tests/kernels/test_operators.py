@@ -394,8 +394,7 @@ def test_it_survives_the_compiler(case: Case) -> None:
     given = case.made((2, 3, 24), torch.float32, 0)
     plain = carried_out(case.own, given, torch.float32)
     torch.compiler.reset()
-    compiled = carried_out(
-        torch.compile(case.own, backend="aot_eager", fullgraph=True), given, torch.float32
-    )
+    traced = torch.compile(case.own, backend="aot_eager", fullgraph=True)
+    compiled = carried_out(traced, given, torch.float32)
     for left, right in zip(plain, compiled, strict=True):
         torch.testing.assert_close(left, right)

@@ -4,6 +4,7 @@ write.
 
 import gc
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def test_a_new_computer_takes_what_another_has_compiled(
     def compiled(name: str) -> object:
         made.append(name)
         (folder / "kernel.nbc").write_text("code")
-        return object()
+        return SimpleNamespace(load_all=lambda: made.append("all"))
 
     monkeypatch.setattr(kernel_cache.importlib, "import_module", compiled)
     kept = tmp_path / "home" / "hpczero" / "kernels" / "key"
@@ -82,7 +83,7 @@ def test_a_new_computer_takes_what_another_has_compiled(
         folder.mkdir(parents=True)
         kernel_cache._fill(folder, kept)
         assert (folder / "kernel.nbc").read_text() == "code"
-    assert made == ["hpczero.train.run"]
+    assert made == ["hpczero.train.run", "hpczero_kernels.cpu", "all"]
     assert [path.name for path in kept.parent.iterdir()] == ["key"]
 
 
@@ -109,15 +110,40 @@ from hpczero import kernel_cache
 module = kernel_cache.load("hpczero_kernels.random")
 folder = os.environ["NUMBA_CACHE_DIR"]
 assert "hpczero-" in folder
-for kernel in (module.block_of_words, module._fill_words, module._fill_normal):
-    assert kernel._cache.cache_path.startswith(folder), kernel._cache.cache_path
+for kernel in (module._fill_words, module._fill_normal):
+    path = kernel.load()._cache.cache_path
+    assert path.startswith(folder), path
 """
 
 
 def test_kernels_are_kept_on_the_computer_and_not_beside_their_sources() -> None:
-    """The first one, too: numba asks for its folder when it is imported."""
+    """numba asks for its folder when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     subprocess.run([sys.executable, "-c", WHERE], check=True, timeout=120, env=environment)
+
+
+LOADED = """
+import json
+from hpczero import kernel_cache
+kernel_cache.load("hpczero.train.run")
+from hpczero_kernels import cpu, random
+names = lambda which: [kernel._function.__name__ for kernel in cpu._kernels if which(kernel)]
+loaded = lambda: names(lambda kernel: kernel._dispatcher)
+print(json.dumps([loaded(), random.words(1, 2, 3, 4).tolist() and loaded(), names(bool)]))
+"""
+
+
+def test_a_process_loads_the_kernels_that_it_calls() -> None:
+    """But the first on its computer, which has compiled them all."""
+
+    def found() -> list[list[str]]:
+        done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, check=True)
+        return json.loads(done.stdout)
+
+    at_first, _, every = found()
+    assert at_first in ([], every)
+    assert found()[:2] == [[], ["_fill_words"]]
+    assert len(every) == len(set(every)) > 20
 
 
 def test_the_collector_of_garbage_works_again_after_an_import() -> None:
@@ -131,20 +157,22 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     """numba looks at the file that a kernel is in alone: what an edit of another has changed
     would be taken from the cache.
     """
+    from hpczero_kernels.cpu import Kernel
+
     dispatcher = pytest.importorskip("numba.core.registry").CPUDispatcher
     names = ["adamw", "dropout", "random", "cpu", "reduce"]
     names += ["glu", "rms_norm_cpu", "rotary", "soft_cap", "signs", "quantised"]
     names += ["frozen_adamw", "lamb", "lion", "block_sparse_cpu"]
     modules = [vars(importlib.import_module(f"hpczero_kernels.{name}")) for name in names]
-    made = [
-        value for module in modules for value in module.values() if isinstance(value, dispatcher)
-    ]
+    values = [value for module in modules for value in module.values()]
+    made = [value.load() for value in values if isinstance(value, Kernel)]
+    made += [value for value in values if isinstance(value, dispatcher)]
     kept = {
         kernel.py_func.__name__: kernel._cache._impl.filename_base
         for kernel in made
         if hasattr(kernel._cache, "_impl")
     }
-    wanted = {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"}
+    wanted = {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words"}
     wanted |= {"_glu_forward", "_glu_backward", "_turn_rows", "_rms_forward", "_rms_backward"}
     wanted |= {"_cap_forward", "_cap_backward", "_pack_signs", "_average_signs"}
     wanted |= {"_own_steps", "_take_steps", "_lamb_moments", "_lamb_step", "_lion"}

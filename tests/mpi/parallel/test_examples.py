@@ -87,7 +87,7 @@ def plain(example: ModuleType, initial: list[dict[str, torch.Tensor]]) -> list[f
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_every_stage_equals_plain_pytorch(
     world: World, shared_folder: str, name: str, everything: bool
 ) -> None:

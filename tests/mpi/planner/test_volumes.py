@@ -110,7 +110,7 @@ def divisions(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(of=divisions)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_shards_inside_replicas_between(world: World, case: dict[str, Any]) -> None:
     zero = {key: case[key] for key in ("shard_ranks", "stage", "node_shared")}
     parallel = {key: size for key, size in case.items() if key not in zero}
@@ -159,7 +159,7 @@ def compressed_gathers(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(of=compressed_gathers)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_weights_that_are_gathered_in_8_bits(world: World, case: dict[str, Any]) -> None:
     parallel = {axis: case[axis] for axis in ("tensor", "pipeline") if axis in case}
     zero = {"stage": case["stage"], "node_shared": case["shared"]}

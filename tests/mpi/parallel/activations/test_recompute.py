@@ -39,7 +39,7 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=selection)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_it_changes_no_number(world: World, case: Case) -> None:
     spec = spec_of(case)
     kept = on_grid(world, case, spec)

@@ -45,7 +45,7 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 @pytest.mark.cases(of=selection)
 @pytest.mark.usual(2)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_it_changes_no_number(
     world: World, case: Case, shared_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
