@@ -26,7 +26,7 @@ from hpczero import env, safe_files
 from hpczero.errors import InputError
 
 _USERS = "hpczero.train.run"  # imports all kernels that training needs on CPUs
-_KERNELS = "hpczero_kernels.cpu"
+_KERNELS = "hpczero_kernels.cpu"  # knows the kernels of what was imported
 
 
 def load(module: str) -> ModuleType:

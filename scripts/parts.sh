@@ -7,7 +7,7 @@
 
 results=$(mktemp -d)
 mkdir "$results/tmp"
-lanes=()
+lanes=() share=0/1
 # processes [NAME]: the numbers of those that belong to the part, or to any.
 processes() {
     local folder
@@ -25,7 +25,7 @@ trap 'exit 130' INT TERM
 
 # part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left
 # running (after 5 s of grace), seconds, processor-seconds of all its processes. They keep to the
-# cores of $share, if that is set (see measured.py).
+# cores of $share (see measured.py).
 part() {
     local name=$1 limit=$2 started=$SECONDS code=0 left=0
     shift 2
@@ -35,7 +35,7 @@ part() {
     set -m
     env HPCZERO_TEST_RUN="$results/$name" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" \
         OMP_WAIT_POLICY=PASSIVE \
-        "$(find_python)" scripts/measured.py "$results/measured-$name" "${share:-0/1}" \
+        "$(find_python)" scripts/measured.py "$results/measured-$name" "$share" \
         timeout --kill-after=20 "$limit" "$@" </dev/null &
     set +m
     wait $! || code=$?

@@ -34,9 +34,9 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
-    compiled,
     from_bf16,
     inner,
+    kernel,
     load,
     pointer,
     store,
@@ -158,7 +158,7 @@ def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalar
         weights[i] = to_bf16(weight)
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, int64, boolean, uint64, int64, float32, float32[::1],"
     " uint64, uint64)"
 )
@@ -239,7 +239,7 @@ def _adamw_on_cpu(
     to_write = (0, FP32) if weights is None else (address_of(weights), CODES[weights.dtype])
     arguments = (master, moment1, moment2, *to_read, *to_write, decay, scalars.values.numpy())
 
-    def kernel(start: int, stop: int) -> None:
+    def run_slice(start: int, stop: int) -> None:
         _adamw(*arguments, start, stop)
 
-    pool.run(kernel, state.master.numel())
+    pool.run(run_slice, state.master.numel())

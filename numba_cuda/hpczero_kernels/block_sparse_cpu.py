@@ -17,9 +17,9 @@ from hpczero_kernels.cpu import (
     add,
     address_of,
     bits_as,
-    compiled,
     from_element,
     inner,
+    kernel,
     load,
     pointer,
     store,
@@ -166,7 +166,7 @@ def _at(queries, item, blocks, rows, block):
 # `items`: the addresses of a chunk's starts and queries and of the plan's keys, then their number;
 # `shape`: blocks of a head, units that share a row of intervals, width and block; `biases`: the
 # address of the bias, or 0, its heads, and the address of sums along the diagonals of blocks.
-@compiled(
+@kernel(
     "void(uint64, uint64, int64, uint64, uint64, uint64, UniTuple(uint64, 3), uint64,"
     " UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)"
 )
@@ -202,7 +202,7 @@ def _softmax(
                 store(row, size, probabilities, precision, at * size)
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64, uint64,"
     " UniTuple(uint64, 3), uint64, UniTuple(int64, 4), UniTuple(uint64, 3), float32, float32)"
 )
@@ -248,7 +248,7 @@ def _differentiate(
                 store(gradient, size, scores, precision, at * size)
 
 
-@compiled(
+@kernel(
     "void(uint64, int64, uint64, int64, UniTuple(uint64, 3), uint64, int64, UniTuple(int64, 4),"
     " uint64)"
 )
@@ -273,7 +273,7 @@ def _gather(source, precision, target, target_precision, items, count, groups, s
             place += length
 
 
-@compiled(
+@kernel(
     "void(uint64, int64, uint64, UniTuple(uint64, 3), uint64, int64, UniTuple(int64, 4), uint64)"
 )
 def _scatter(gradients, precision, target, items, count, groups, shape, length):
@@ -290,7 +290,7 @@ def _scatter(gradients, precision, target, items, count, groups, shape, length):
             place += length
 
 
-@compiled("void(uint64, uint64, UniTuple(uint64, 3), uint64, UniTuple(int64, 4))")
+@kernel("void(uint64, uint64, UniTuple(uint64, 3), uint64, UniTuple(int64, 4))")
 def _add_diagonals(diagonals, target, items, count, shape):
     """Add the sums along the diagonals of the items' blocks to those of their units."""
     starts, queries, plan_keys = items

@@ -37,7 +37,6 @@ GRADIENT_SCALE, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2 = range(5)
 EPS, LR, STEP_SIZE, MOMENT1_SCALE, MOMENT2_SCALE, SKIP = range(5, 11)
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
-_kernels: "list[Kernel]" = []  # of all modules that were imported
 _loading = Lock()
 
 
@@ -62,23 +61,30 @@ class Kernel:
         return self._dispatcher
 
     def __call__(self, *arguments: Any) -> None:
-        (self._dispatcher or self.load())(*arguments)
+        dispatcher = self._dispatcher
+        if dispatcher is None:
+            dispatcher = self.load()
+        dispatcher(*arguments)
 
 
-def compiled(signature: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorate a kernel for CPUs that is compiled for arguments of these types."""
+_kernels: list[Kernel] = []  # of all modules that were imported
+
+
+def kernel(signature: str) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorate a function that becomes a kernel for CPUs, for arguments of these types."""
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        _kernels.append(Kernel(function, signature))
-        return _kernels[-1]
+        made = Kernel(function, signature)
+        _kernels.append(made)
+        return made
 
     return decorate
 
 
 def load_all() -> None:
     """Compile or load the kernels of all modules that were imported."""
-    for kernel in _kernels:
-        kernel.load()
+    for each in _kernels:
+        each.load()
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from numba import uint32, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpczero_kernels.cpu import compiled
+from hpczero_kernels.cpu import kernel
 from hpczero_kernels.dispatch import (
     CUDA,
     NUMBA,
@@ -142,7 +142,7 @@ _backward = operator(
 )  # fmt: skip
 
 
-@compiled("void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])")
+@kernel("void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])")
 def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
     for number in range(out.shape[0]):
         stream = uint64(samples[number])

@@ -21,8 +21,8 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     pointer,
 )
@@ -77,7 +77,7 @@ def _own(moment, gradient, variance, steps, size, beta1, factor, scale, eps):
         steps[i] = step if variance[i] != float32(0.0) else float32(0.0)
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, int64, uint64, uint64, float32, float32, float32, float32, uint64,"
     " uint64)"
 )
@@ -97,9 +97,7 @@ def _own_steps(
         start += uint64(STRETCH)
 
 
-@compiled(
-    "void(uint64, uint64, uint64, uint64, float32, float32, float32, float32, uint64, uint64)"
-)
+@kernel("void(uint64, uint64, uint64, uint64, float32, float32, float32, float32, uint64, uint64)")
 def _take_steps(steps, variance, moment, master, keep, size, scale, eps, start, stop):
     """Take the steps of elements start .. stop - 1; tensors are addresses."""
     given = pointer(steps, float32)

@@ -20,8 +20,8 @@ from hpczero_kernels.cpu import (
     CODES,
     STRETCH,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     pool_of_torch,
     store,
@@ -84,7 +84,7 @@ def _differentiate(values, gates, g, size, activation):
             values[i] = g[i] * activated
 
 
-@compiled("void(uint64, uint64, int64, uint64, int64, uint64, uint64)")
+@kernel("void(uint64, uint64, int64, uint64, int64, uint64, uint64)")
 def _glu_forward(x, y, precision, columns, activation, start, stop):
     """Set elements start .. stop - 1 of y."""
     gates = np.empty(STRETCH, np.float32)
@@ -100,7 +100,7 @@ def _glu_forward(x, y, precision, columns, activation, start, stop):
         start += size
 
 
-@compiled("void(uint64, uint64, uint64, int64, uint64, int64, uint64, uint64)")
+@kernel("void(uint64, uint64, uint64, int64, uint64, int64, uint64, uint64)")
 def _glu_backward(gradient, x, grad_x, precision, columns, activation, start, stop):
     """Set what follows from elements start .. stop - 1 of the gradient."""
     gates = np.empty(STRETCH, np.float32)

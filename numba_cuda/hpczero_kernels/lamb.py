@@ -35,8 +35,8 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     pointer,
     store,
@@ -127,7 +127,7 @@ def _squared(values, size):
     return total
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32[::1], uint64, uint64)"
 )
 def _lamb_moments(
@@ -154,7 +154,7 @@ def _lamb_moments(
         start += uint64(STRETCH)
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, int64, float32, float32, float32[::1], uint64, uint64)"
 )
 def _lamb_step(
@@ -197,10 +197,10 @@ def lamb_moments(
         values = scalars.values.numpy()
         arguments = (*_addresses(state), *to_read, address_of(squares), decay, values)
 
-        def kernel(start: int, stop: int) -> None:
+        def run_slice(start: int, stop: int) -> None:
             _lamb_moments(*arguments, start, stop)
 
-        pool.run(kernel, count)
+        pool.run(run_slice, count)
     else:
         lamb_moments_reference(state, decay, scalars, squares)
 
@@ -229,10 +229,10 @@ def lamb_step(
         length = values[LR] * ratio.item()
         arguments = (*_addresses(state), *to_write, decay, length, values)
 
-        def kernel(start: int, stop: int) -> None:
+        def run_slice(start: int, stop: int) -> None:
             _lamb_step(*arguments, start, stop)
 
-        pool.run(kernel, count)
+        pool.run(run_slice, count)
     else:
         lamb_step_reference(state, decay, scalars, ratio)
 

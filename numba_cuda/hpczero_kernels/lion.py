@@ -30,8 +30,8 @@ from hpczero_kernels.cpu import (
     STRETCH,
     Pool,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     pointer,
     store,
@@ -80,9 +80,7 @@ def _update(master, moment, stretch, size, keep, scalars):
         master[i] = stretch[i] = weight
 
 
-@compiled(
-    "void(uint64, uint64, uint64, int64, uint64, int64, float32, float32[::1], uint64, uint64)"
-)
+@kernel("void(uint64, uint64, uint64, int64, uint64, int64, float32, float32[::1], uint64, uint64)")
 def _lion(
     master, moment, gradient, gradient_precision, weights, weights_precision, decay, scalars, start,
     stop,
@@ -124,9 +122,9 @@ def lion(state: LionBuffers, decay: float, scalars: AdamWScalars, pool: Pool = I
         to_write = (0, FP32) if weights is None else (address_of(weights), CODES[weights.dtype])
         arguments = (*states, *to_read, *to_write, decay, scalars.values.numpy())
 
-        def kernel(start: int, stop: int) -> None:
+        def run_slice(start: int, stop: int) -> None:
             _lion(*arguments, start, stop)
 
-        pool.run(kernel, count)
+        pool.run(run_slice, count)
     else:
         lion_reference(state, decay, scalars)

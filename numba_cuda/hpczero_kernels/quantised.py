@@ -30,9 +30,9 @@ from hpczero_kernels.cpu import (
     address_in,
     address_of,
     bits_as,
-    compiled,
     from_element,
     inner,
+    kernel,
     load,
     pointer,
     scratch,
@@ -174,7 +174,7 @@ def _join(codes, size, packed):
         packed[i] = uint8((pair & uint32(0xF)) | ((pair >> uint32(4)) & uint32(0xF0)))
 
 
-@compiled("void(uint64, int64, uint64, uint64, uint64, int64, float32, uint64, uint64)")
+@kernel("void(uint64, int64, uint64, uint64, uint64, int64, float32, uint64, uint64)")
 def _quantise(values, precision, error, packed, scales, bits, most, start, stop):
     """Quantise elements start .. stop - 1; `start` begins a block, tensors are addresses.
 
@@ -251,7 +251,7 @@ def _integer(packed, bits, i):
     return float32(int32((half ^ uint32(8)) - uint32(8)))
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, int64, boolean, int64, uint64,"
     " uint64)"
 )

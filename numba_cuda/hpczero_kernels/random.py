@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import float32, int32, int64, njit, uint32, uint64
 
-from hpczero_kernels.cpu import INLINE, Pool, bits_as, compiled, inner
+from hpczero_kernels.cpu import INLINE, Pool, bits_as, inner, kernel
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -79,7 +79,7 @@ def block_of_words(key, stream, block):
     return word0, word1, word2, word3
 
 
-@compiled("void(uint64, uint64, uint64, uint32[::1])")
+@kernel("void(uint64, uint64, uint64, uint32[::1])")
 def _fill_words(key, stream, first, out):
     for index in range(out.size):
         position = first + uint64(index)
@@ -182,7 +182,7 @@ def _pairs(words, angles, std, values, lane):
         values[lane + 4 * i + 1] = radius * sine
 
 
-@compiled("void(uint64, uint64, float32, float32[::1])")
+@kernel("void(uint64, uint64, float32, float32[::1])")
 def _fill_normal(key, first, std, out):
     a = np.empty(_BLOCKS, np.uint32)
     b = np.empty(_BLOCKS, np.uint32)
@@ -209,7 +209,7 @@ def fill_normal(out: torch.Tensor, key: int, first: int, std: float, pool: Pool 
     """Fill out (fp32, contiguous) with elements first .. first + out.numel() - 1 of the key."""
     flat = out.view(-1).numpy()
 
-    def kernel(start: int, stop: int) -> None:
+    def run_slice(start: int, stop: int) -> None:
         _fill_normal(np.uint64(key), np.uint64(first + start), np.float32(std), flat[start:stop])
 
-    pool.run(kernel, flat.size)
+    pool.run(run_slice, flat.size)

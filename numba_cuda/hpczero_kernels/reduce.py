@@ -19,8 +19,8 @@ from hpczero_kernels.cpu import (
     Pool,
     add,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     load_sum,
     pointer,
@@ -71,7 +71,7 @@ def _sum_stretches(pieces, precision, out, out_precision, accumulate, squares, s
         start += uint64(STRETCH)
 
 
-@compiled("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)")
+@kernel("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)")
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
     """Sum elements start .. stop - 1; `start` begins a block.
 
@@ -132,10 +132,10 @@ def _sum_pieces(
     kinds = (CODES[pieces[0].dtype], address_of(out), CODES[out.dtype])
     squares_address = 0 if squares is None else address_of(squares)
 
-    def kernel(start: int, stop: int) -> None:
+    def run_slice(start: int, stop: int) -> None:
         _sum(addresses, *kinds, accumulate, squares_address, start, stop)
 
-    pool.run(kernel, out.numel())
+    pool.run(run_slice, out.numel())
 
 
 def _note_bad(out: torch.Tensor, squares: torch.Tensor | None, bad: torch.Tensor | None) -> None:

@@ -16,8 +16,8 @@ from hpczero_kernels.cpu import (
     CODES,
     FP32,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     pointer,
     pool_of_torch,
@@ -47,7 +47,7 @@ def _weights(weight, precision, columns, offset):
     return weights
 
 
-@compiled("void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32, uint64, uint64)")
+@kernel("void(uint64, uint64, uint64, uint64, int64, uint64, float32, float32, uint64, uint64)")
 def _rms_forward(x, weight, y, inverses, precision, columns, eps, offset, start, stop):
     """Set rows start .. stop - 1 of y and their inverse deviations; tensors are addresses."""
     weights = _weights(weight, precision, columns, offset)
@@ -80,7 +80,7 @@ def _gather(normal, g, weights, sums, inverse, size):
     return along
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, uint64, uint64, int64, uint64, float32, uint64, uint64)"
 )
 def _rms_backward(

@@ -22,8 +22,8 @@ from hpczero_kernels.cpu import (
     FP32,
     STRETCH,
     address_of,
-    compiled,
     inner,
+    kernel,
     load,
     pointer,
     pool_of_torch,
@@ -77,7 +77,7 @@ def _copy(x, y, precision, index, size):
             others[i] = halves[i]
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64, uint64, uint64, boolean,"
     " uint64, uint64)"
 )

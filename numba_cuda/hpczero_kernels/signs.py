@@ -27,9 +27,9 @@ from hpczero_kernels.cpu import (
     Pool,
     address_of,
     bits_as,
-    compiled,
     from_element,
     inner,
+    kernel,
     pointer,
     scratch,
     store,
@@ -198,7 +198,7 @@ def _put_average(numbers, packed, row, scales, scales_row, workers, factor, stre
         numbers[i] = number * factor
 
 
-@compiled("void(uint64, uint64, uint64, uint64, uint64, uint64, uint64)")
+@kernel("void(uint64, uint64, uint64, uint64, uint64, uint64, uint64)")
 def _pack_signs(values, error, variance, packed, scales, start, stop):
     """Pack elements start .. stop - 1; `start` begins a block, tensors are addresses."""
     total = scratch(SIGN_BLOCK, float32)
@@ -218,7 +218,7 @@ def _pack_signs(values, error, variance, packed, scales, start, stop):
         start += uint64(SIGN_BLOCK)
 
 
-@compiled(
+@kernel(
     "void(uint64, uint64, uint64, uint64, uint64, float32, uint64, uint64, boolean, uint64, uint64)"
 )
 def _average_signs(

@@ -16,7 +16,7 @@ from hpczero_kernels.cpu import (
     CODES,
     STRETCH,
     address_of,
-    compiled,
+    kernel,
     load,
     pool_of_torch,
     store,
@@ -34,7 +34,7 @@ def backward_reference(gradient: Tensor, x: Tensor, cap: float) -> Tensor:
     return (upcast_half(gradient) * slope).to(x.dtype)
 
 
-@compiled("void(uint64, uint64, int64, float32, uint64, uint64)")
+@kernel("void(uint64, uint64, int64, float32, uint64, uint64)")
 def _cap_forward(x, y, precision, cap, start, stop):
     """Set elements start .. stop - 1 of y; tensors are addresses."""
     values = np.empty(STRETCH, np.float32)
@@ -47,7 +47,7 @@ def _cap_forward(x, y, precision, cap, start, stop):
         start += size
 
 
-@compiled("void(uint64, uint64, uint64, int64, float32, uint64, uint64)")
+@kernel("void(uint64, uint64, uint64, int64, float32, uint64, uint64)")
 def _cap_backward(gradient, x, grad_x, precision, cap, start, stop):
     """Set elements start .. stop - 1 of grad_x; tensors are addresses."""
     values = np.empty(STRETCH, np.float32)

@@ -76,7 +76,7 @@ class Verdict:
 
     def _gather(self, report: pytest.TestReport, text: str, room: int) -> list[str]:
         """Return each rank's text, of a long one its last bytes."""
-        mine = text.encode()[-room:].ljust(room, b"\0")
+        mine = text.encode(errors="replace")[-room:].ljust(room, b"\0")
         found = bytearray(room * self.whole.size)
         request = self._communicator.Iallgather([mine, self._mpi.BYTE], [found, self._mpi.BYTE])
         begun = time.monotonic()
@@ -139,6 +139,8 @@ class Distributed:
         report = yield
         if not item.get_closest_marker("skip"):
             self.verdict.agree(report)
+        elif report.failed:  # what an earlier test has made is torn down behind this one
+            self.verdict.end_launch(report.longreprtext)
         return report
 
     @pytest.hookimpl(tryfirst=True)

@@ -193,7 +193,7 @@ def test_local_steps_exchange_once_in_a_while(world: World, fragments: int) -> N
     with laid_out(world, 1) as nodes:
         outer = Optimizer(outer=Outer(every=2, fragments=fragments))
         spec = job(7, zero={"shard_ranks": 1})
-        longer = spec.train.model_copy(update={"steps": 4})  # the last one ends a round besides
+        longer = spec.train.model_copy(update={"steps": 4})  # the last also ends a round
         spec = spec.model_copy(update={"optimizer": outer, "train": longer})
         first, second, _ = sent_in_steps(nodes, spec)
         foreseen = expected(spec, nodes)["replica"]

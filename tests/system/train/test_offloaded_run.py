@@ -32,7 +32,7 @@ source = "synthetic"
 steps = {STEPS}
 global_batch = 4
 micro_batch = 2
-precision = "fp32"
+precision = "bf16"
 eval_batches = 0
 [schedule]
 name = "constant"

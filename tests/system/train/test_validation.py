@@ -271,7 +271,7 @@ def test_documents_count_alone_at_another_length_and_layout(
 def test_an_evaluation_of_the_checkpoint_says_the_same(
     folder: Path, everything: bool, tmp_path: Path
 ) -> None:
-    """Alone and on ranks that share windows, or the model: by plain PyTorch and the text."""
+    """On ranks that share the model, with --slow alone, too: by plain PyTorch and the text."""
     from safetensors.torch import load_file
 
     for name in ("text.h5", "spec.toml"):
@@ -285,8 +285,9 @@ def test_an_evaluation_of_the_checkpoint_says_the_same(
     of_targets = losses({name: one.double() for name, one in weights.items()}, windows)
     expected = of_targets.mean().item()
     size = (windows[:, 1:] < 256).sum().item()  # each byte is a token
+    alone = hpczero("eval", "runs/tiny", "--json")
     shared = [*mpirun(2), *hpczero("eval", "runs/tiny", "text.h5", "--json", "--tensor", "2")]
-    for command in (hpczero("eval", "runs/tiny", "--json"), shared)[not everything :]:
+    for command in [alone, shared] if everything else [shared]:
         done = launch(command, 120, tmp_path)
         assert done.code == 0, done
         (facts,) = json.loads(done.out)["results"]

@@ -50,7 +50,7 @@ def test_a_module_that_runs_in_two_chunks_of_a_stage(world: World) -> None:
 @pytest.mark.parametrize("family", ["Layered", "layered_on_meta"])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES.items())
 @pytest.mark.usual(4)
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_stages_equal_the_serial_run(
     world: World, family: str, schedule: str, chunks: int, everything: bool
 ) -> None:

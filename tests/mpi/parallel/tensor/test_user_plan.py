@@ -39,7 +39,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_equals_pytorch(world: World, model: str, everything: bool) -> None:
     kind, plan = MODELS[model]
     expected = alone(kind)
