@@ -1,11 +1,12 @@
 """Compiled kernels: compiled once per computer by the first process that needs them.
 
-The other processes wait, and load each kernel when they first call it. Compiling takes seconds;
-numba keeps the result in a folder. That folder lies on the computer itself (in $TMPDIR, else /tmp),
-for this user alone, so that a thousand ranks do not read it over the network. It is filled from the
-user's cache (~/.cache/hpczero) if that has the same kernels. Else they are compiled, and copied to
-the cache for the next computer and the next job. Folders are named by what the machine code depends
-on: processor, versions, the kernels' sources. NUMBA_CACHE_DIR, where set, is used as it is.
+The other processes wait, and load them. numba compiles when a module of kernels is imported, which
+takes seconds, and keeps the result in a folder. That folder lies on the computer itself (in
+$TMPDIR, else /tmp), for this user alone, so that a thousand ranks do not read it over the network.
+It is filled from the user's cache (~/.cache/hpczero) if that has the same kernels. Else they are
+compiled, and copied to the cache for the next computer and the next job. Folders are named by what
+the machine code depends on: processor, versions, the kernels' sources. NUMBA_CACHE_DIR, where set,
+is used as it is.
 """
 
 import fcntl
@@ -26,7 +27,6 @@ from hpczero import env, safe_files
 from hpczero.errors import InputError
 
 _USERS = "hpczero.train.run"  # imports all kernels that training needs on CPUs
-_KERNELS = "hpczero_kernels.cpu"  # knows the kernels of what was imported
 
 
 def load(module: str) -> ModuleType:
@@ -100,12 +100,7 @@ def once_per_computer(folder: Path, name: str, action: Callable[[], object]) -> 
 
 def _fill(folder: Path, kept: Path | None) -> None:
     """Fill a folder with the kernels for CPUs; `kept` is the same folder in the user's cache."""
-    _copy_or_make(folder, kept, _compile_all)
-
-
-def _compile_all() -> None:
-    importlib.import_module(_USERS)
-    importlib.import_module(_KERNELS).load_all()
+    _copy_or_make(folder, kept, lambda: importlib.import_module(_USERS))
 
 
 def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:

@@ -17,9 +17,8 @@ place of the other.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from threading import Lock
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from llvmlite import ir
@@ -37,54 +36,18 @@ GRADIENT_SCALE, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2 = range(5)
 EPS, LR, STEP_SIZE, MOMENT1_SCALE, MOMENT2_SCALE, SKIP = range(5, 11)
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
-_loading = Lock()
 
 
-class Kernel:
-    """A kernel for CPUs, which has its machine code from its first call on: compiled, or read from
+def kernel(signature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a kernel for CPUs: for arguments of these types it is compiled at once, or read from
     the folder in which numba keeps it.
-
-    Reading takes 5 ms, and a process calls few of the kernels whose modules it imports.
     """
 
-    def __init__(self, function: Callable[..., None], signature: str) -> None:
-        self._function = named_by_sources(function)
-        self._signature = signature
-        self._dispatcher: Any = None  # numba's
+    def compile_now(function: Callable[..., None]) -> Callable[..., None]:
+        options = njit(signature, nogil=True, cache=True, error_model="numpy")
+        return options(named_by_sources(function))
 
-    def load(self) -> Any:
-        """Return numba's dispatcher; threads that come at once get the same one."""
-        with _loading:
-            if self._dispatcher is None:
-                compile_now = njit(self._signature, nogil=True, cache=True, error_model="numpy")
-                self._dispatcher = compile_now(self._function)
-        return self._dispatcher
-
-    def __call__(self, *arguments: Any) -> None:
-        dispatcher = self._dispatcher
-        if dispatcher is None:
-            dispatcher = self.load()
-        dispatcher(*arguments)
-
-
-_kernels: list[Kernel] = []  # of all modules that were imported
-
-
-def kernel(signature: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorate a function that becomes a kernel for CPUs, for arguments of these types."""
-
-    def decorate(function: Callable[..., None]) -> Kernel:
-        made = Kernel(function, signature)
-        _kernels.append(made)
-        return made
-
-    return decorate
-
-
-def load_all() -> None:
-    """Compile or load the kernels of all modules that were imported."""
-    for each in _kernels:
-        each.load()
+    return compile_now
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -182,4 +182,4 @@ def test_the_kernel_is_vectorised_and_releases_the_lock():
     for operation in ("sqrtps", "divps", "mulps", "pmovzxwd"):
         assert is_vectorised(text, operation), operation
     assert "%rsp" not in text or len(re.findall("sqrtps.*%[yz]mm", text)) >= 2  # both loops
-    assert module._adamw.load().targetoptions["nogil"]
+    assert module._adamw.targetoptions["nogil"]

@@ -147,7 +147,7 @@ def test_a_kernel_is_vectorised_and_releases_the_lock(
     text = assembly_of(kernel)
     for operation in operations:
         assert is_vectorised(text, operation), operation
-    assert kernel.load().targetoptions["nogil"]
+    assert kernel.targetoptions["nogil"]
 
 
 @njit

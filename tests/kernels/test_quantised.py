@@ -314,4 +314,4 @@ def test_kernels_are_vectorised_and_release_the_lock() -> None:
         (quantised._average_integers, "mulps"),
     ):
         assert is_vectorised(assembly_of(kernel), operation), kernel
-        assert kernel.load().targetoptions["nogil"]
+        assert kernel.targetoptions["nogil"]

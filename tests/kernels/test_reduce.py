@@ -221,4 +221,4 @@ def test_the_kernel_is_vectorised_and_releases_the_lock():
     text = assembly_of(reduce._sum)
     assert is_vectorised(text, "addps")
     assert is_vectorised(text, "pmovzxwd")
-    assert reduce._sum.load().targetoptions["nogil"]
+    assert reduce._sum.targetoptions["nogil"]

@@ -308,4 +308,4 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
 def test_kernels_are_vectorised_and_release_the_lock() -> None:
     for kernel, operation in ((signs._pack_signs, "addps"), (signs._average_signs, "mulps")):
         assert is_vectorised(assembly_of(kernel), operation), kernel
-        assert kernel.load().targetoptions["nogil"]
+        assert kernel.targetoptions["nogil"]

@@ -7,9 +7,8 @@ from numba import njit
 
 def assembly_of(kernel: Any) -> str:
     """Return the kernel's assembly, compiled again: numba shows none of a kernel from its cache."""
-    loaded = kernel.load()
-    options = {name: value for name, value in loaded.targetoptions.items() if name != "nopython"}
-    again = njit(loaded.nopython_signatures, **options)(loaded.py_func)
+    options = {name: value for name, value in kernel.targetoptions.items() if name != "nopython"}
+    again = njit(kernel.nopython_signatures, **options)(kernel.py_func)
     return "".join(again.inspect_asm().values())
 
 

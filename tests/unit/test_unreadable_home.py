@@ -89,7 +89,7 @@ def test_kernels_are_compiled_where_nothing_is_kept(
         return exists(path)
 
     monkeypatch.setattr(Path, "exists", refused)
-    monkeypatch.setattr(kernel_cache, "_compile_all", lambda: None)
+    monkeypatch.setattr(kernel_cache, "_USERS", "json")
     kernel_cache._fill(tmp_path / "kernels", tmp_path / "home" / "kept")
     done: list[str] = []
     assert kernel_cache.once_per_computer(
