@@ -41,14 +41,14 @@ SIMULATED = " ".join(
 OPENMPI = "--library openmpi"
 
 PARTS = {
-    "unit": Part(10, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
+    "unit": Part(15, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
     "kernels": Part(
         5,
         ("numba_cuda",),
         ("tests/kernels", f"--simulator {SIMULATED}"),
     ),
     "commands": Part(
-        9,
+        22,
         tuple(
             f"hpczero/{room}"
             for room in ("calibrate", "commands", "data", "doctor", "spec", "planner", "runs")
@@ -64,7 +64,7 @@ PARTS = {
         ("tests/system/train tests/system/track tests/system/checkpoint",),
     ),
     "reports": Part(
-        6,
+        3,
         ("hpczero/report", "hpczero/runs", "templates/report.html.j2"),
         ("tests/system/report",),
     ),

@@ -104,9 +104,9 @@ def _screen() -> Iterator[None]:
     before = termios.tcgetattr(keys)
 
     def write(codes: str) -> None:
+        """Write past Python's buffer, which refuses what a signal's handler writes amid a frame."""
         with contextlib.suppress(OSError):  # a terminal that has gone
-            sys.stdout.write(codes)
-            sys.stdout.flush()
+            os.write(sys.stdout.fileno(), codes.encode())
 
     def take() -> None:
         tty.setcbreak(keys)
@@ -131,6 +131,8 @@ def _screen() -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()  # the rest of a frame
         give()
         for number, handler in kept.items():
             signal.signal(number, handler)
