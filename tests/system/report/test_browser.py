@@ -140,13 +140,14 @@ def test_a_sweep_of_six(tmp_path: Path, chromium: Browser, axe: str) -> None:
 
 
 def test_a_run_that_stopped_at_step_0(tmp_path: Path, chromium: Browser, axe: str) -> None:
-    """It is ended as soon as it has said that it starts."""
+    """It is killed once it has said that it starts, in a step of 200,000 micro-batches."""
     (tmp_path / "spec.toml").write_text(SPEC)
     run = tmp_path / "runs" / "tiny"
-    process = subprocess.Popen(command(0), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    words = ["--set", "train.global_batch=400000"]
+    process = subprocess.Popen(command(0, *words), cwd=tmp_path, stdout=subprocess.DEVNULL)
     events = run / "events.jsonl"
     wait_for(lambda: events.exists() and bool(lines_of(events)), process, 120)
-    process.send_signal(signal.SIGTERM)
+    process.kill()
     process.wait(60)
     assert not steps_done(tmp_path)
     looks_right(chromium, axe, reported(tmp_path, run), "stopped")
