@@ -1,9 +1,12 @@
 """Runs as their folders show them, while they go on and afterwards."""
 
 import json
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,13 @@ def wait_for(condition: Callable[[], Any], process: Process, limit: float = 240)
 def steps_done(folder: Path, name: str = "tiny") -> int:
     path = folder / "runs" / name / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def kill_ranks(pids: Iterable[int]) -> None:
+    """Kill them; mpirun may end the others as soon as the first one is dead."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def our_segments() -> set[str]:

@@ -19,7 +19,7 @@ import pytest
 from hpczero.checkpoint import directory as checkpoints
 from hpczero.checkpoint.load import Checkpoint
 from tests.support.launch import Finished, hpczero, launch, mpirun, started
-from tests.support.runs import wait_for
+from tests.support.runs import kill_ranks, wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -114,8 +114,7 @@ def kill(
             time.sleep(0.01)
         time.sleep(chance.random())
         pids = [place["pid"] for place in events(folder, "start")[-1]["ranks"]]
-        for pid in chance.choice([pids, [chance.choice(pids)]]):
-            os.kill(pid, signal.SIGKILL)
+        kill_ranks(chance.choice([pids, [chance.choice(pids)]]))
         process.communicate(timeout=60)
         assert process.returncode != 0
 

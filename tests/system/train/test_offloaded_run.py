@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.launch import Finished, hpczero, launch, mpirun, started
+from tests.support.runs import kill_ranks
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -96,8 +97,7 @@ def test_killed_in_its_steps_it_goes_on_from_the_newest_checkpoint(
                 time.sleep(0.02)
             time.sleep(0.1 * chance.random())
             victims = ranks_of(process)
-            for victim in chance.choice([victims, [chance.choice(victims)]]):
-                victim.kill()
+            kill_ranks(victim.pid for victim in chance.choice([victims, [chance.choice(victims)]]))
             process.communicate(timeout=60)
             assert process.returncode != 0
         assert os.listdir(folder / "states") == []

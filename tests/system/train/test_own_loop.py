@@ -16,6 +16,7 @@ import pytest
 from hpczero.checkpoint import directory
 from hpczero.checkpoint.load import Checkpoint
 from tests.support.launch import CHECKOUT, Finished, hpczero, launch, mpirun, started
+from tests.support.runs import kill_ranks
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -135,8 +136,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_checkpoint(
         with endless(folder) as process:
             time.sleep(chance.random())
             victims = ranks_of(process)
-            for victim in chance.choice([victims, [chance.choice(victims)]]):
-                victim.kill()
+            kill_ranks(victim.pid for victim in chance.choice([victims, [chance.choice(victims)]]))
             out, _ = process.communicate(timeout=60)
             assert process.returncode != 0
         for step, rest in list(lines(out.decode()).items())[:-1]:  # the last may be cut short
