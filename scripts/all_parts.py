@@ -48,7 +48,7 @@ PARTS = {
         ("tests/kernels", f"--simulator {SIMULATED}"),
     ),
     "commands": Part(
-        22,
+        18,
         tuple(
             f"hpczero/{room}"
             for room in ("calibrate", "commands", "data", "doctor", "spec", "planner", "runs")
@@ -59,18 +59,19 @@ PARTS = {
         ),
     ),
     "runs": Part(
-        20,
-        ("hpczero/train", "hpczero/track", "hpczero/checkpoint", "hpczero/hdf5"),
-        ("tests/system/train tests/system/track tests/system/checkpoint",),
+        19,
+        ("hpczero/train", "hpczero/track"),
+        ("tests/system/train tests/system/track",),
     ),
+    "checkpoints": Part(6, ("hpczero/checkpoint", "hpczero/hdf5"), ("tests/system/checkpoint",)),
     "reports": Part(
-        3,
+        2,
         ("hpczero/report", "hpczero/runs", "templates/report.html.j2"),
         ("tests/system/report",),
     ),
-    "jobs": Part(15, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
-    "faults": Part(20, ("hpczero/comm",), ("tests/system/comm",)),
-    "grids": Part(14, ENGINE, (f"-n 8 {GRIDS}",)),
+    "jobs": Part(13, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
+    "faults": Part(12, ("hpczero/comm",), ("tests/system/comm",)),
+    "grids": Part(9, ENGINE, (f"-n 8 {GRIDS}",)),
     "zero": Part(13, ENGINE, (f"-n 8 {ZERO}",)),
     "parallel": Part(14, ENGINE, (f"-n 8 {PARALLEL}",)),
     "activations": Part(24, ENGINE, (f"-n 8 {MEMORY}",)),
