@@ -37,8 +37,10 @@ def steps_done(folder: Path, name: str = "tiny") -> int:
 
 
 def kill_ranks(pids: Iterable[int]) -> None:
-    """Kill them; mpirun may end the others as soon as the first one is dead."""
-    for pid in pids:
+    """Kill them; mpirun may end the others as soon as the first one, which is there, is dead."""
+    first, *others = pids
+    os.kill(first, signal.SIGKILL)
+    for pid in others:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
