@@ -318,7 +318,7 @@ def _recomputing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
 
 
 def _by_pieces(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
-    if known(spec.model) and not spec.memory.loss_chunk:
+    if known(spec.model) and not (spec.model.masks or spec.memory.loss_chunk):
         words = 'memory.loss_chunk = "auto"'
         yield Alternative(words, _with(spec, "memory", loss_chunk="auto"), limits)
 

@@ -11,7 +11,7 @@ from itertools import chain, permutations, product, starmap
 from typing import Any, NamedTuple
 
 from hpczero.data.samples import micro_batch_sizes
-from hpczero.model.families import family, known, layer_count
+from hpczero.model.families import known, layer_count
 from hpczero.parallel.activations.choice import loss_rows
 from hpczero.parallel.replicas.exchanged import Exchanged
 from hpczero.planner.allocation import Allocation
@@ -234,7 +234,7 @@ class Space:
         blocks = known(self.spec.model)
         tokens = micro_batch * self.spec.seq_len
         memory = self.spec.memory.model_copy(update={"loss_chunk": "auto"})
-        splits = blocks and not family(self.spec.model).picked
+        splits = blocks and not self.spec.model.masks  # those that mask have few logits
         pieces = 2 if splits and loss_rows(memory, tokens) else 1
         replicated = parallel.tensor > 1 and not parallel.sequence_parallel
         found = [
