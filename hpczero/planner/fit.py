@@ -219,10 +219,19 @@ def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Lo
 
 
 def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> Iterator[str]:
-    for alternative in alternatives:
+    for alternative in filter(_is_possible, alternatives):
         load = _heaviest(alternative.spec, layers, alternative.limits)
         if load.fits:
             yield f"{alternative.words} ({format_memory(load.size)})"
+
+
+def _is_possible(alternative: Alternative) -> bool:
+    """Return False for a spec that the rules refuse, or that so many ranks cannot run."""
+    spec = alternative.spec
+    ranks = sum(alternative.limits.ranks_on_nodes.values())
+    data, shards = ranks // (spec.parallel.tensor * spec.parallel.pipeline), spec.zero.shard_ranks
+    divides = not isinstance(shards, int) or data % shards == 0
+    return divides and not contradictions(spec)
 
 
 def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer]) -> list[str]:
@@ -270,8 +279,6 @@ def _on_grids(
     ranks = sum(limits.ranks_on_nodes.values())
     for tensor, pipeline in (grid for grid in sizes if ranks % prod(grid) == 0):
         changed = _with(spec, "parallel", tensor=tensor, pipeline=pipeline)
-        if contradictions(changed):
-            continue
         grid = {"tensor": tensor, "pipeline": pipeline}
         words = [
             f"parallel.{axis} = {size}"
@@ -318,7 +325,7 @@ def _recomputing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
 
 
 def _by_pieces(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
-    if known(spec.model) and not (spec.model.masks or spec.memory.loss_chunk):
+    if known(spec.model) and not spec.memory.loss_chunk:
         words = 'memory.loss_chunk = "auto"'
         yield Alternative(words, _with(spec, "memory", loss_chunk="auto"), limits)
 

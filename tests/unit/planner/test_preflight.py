@@ -236,8 +236,6 @@ def test_a_loss_by_pieces_is_offered_where_logits_are_what_does_not_fit() -> Non
     by_pieces = job.model_copy(update={"memory": Memory(loss_chunk="auto")})
     assert judged(by_pieces, rank(available=12)) is None
     assert "memory.loss_chunk" not in str(judged(by_pieces, rank(available=1)))
-    masks = job.model_copy(update={"model": model.model_copy(update={"family": "t5"})})
-    assert "memory.loss_chunk" not in str(judged(masks, rank(available=5)))
 
 
 def test_more_nodes_are_offered_where_states_are_sharded() -> None:
