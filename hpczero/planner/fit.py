@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice, product
 from math import prod
 
@@ -100,15 +101,18 @@ def refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> str | No
     heaviest = _heaviest(spec, layers, limits)
     if heaviest.fits:
         return None
-    fitting = _first_of_each(_sharding(spec, limits), layers)
+    # A stand-in for a module of one's own may have some.
+    already = {one.keys for one in contradictions(spec)}
+    first_of_each = partial(_first_of_each, layers=layers, already=already)
+    fitting = first_of_each(_sharding(spec, limits))
     stages = range(spec.zero.stage + 1, 4)
     if not any(
         _heaviest(_with(spec, "zero", stage=stage), layers, limits).fits for stage in stages
     ):
-        one_axis = _first_of_each(_one_axis(spec, limits), layers)
-        fitting += one_axis or _first_of_each([_both_axes(spec, limits)], layers)
-    fitting += _first_of_each([_fewer_ranks(spec, limits), _more_nodes(spec, limits)], layers)
-    fitting = fitting or _first_of_each([_strongest(spec, limits)], layers)
+        one_axis = first_of_each(_one_axis(spec, limits))
+        fitting += one_axis or first_of_each([_both_axes(spec, limits)])
+    fitting += first_of_each([_fewer_ranks(spec, limits), _more_nodes(spec, limits)])
+    fitting = fitting or first_of_each([_strongest(spec, limits)])
     way_out = (
         "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
     )
@@ -218,25 +222,31 @@ def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Lo
     return f"zero.stage = {spec.zero.stage} {needed} (each rank: {kinds})"
 
 
-def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> Iterator[str]:
-    for alternative in filter(_is_possible, alternatives):
-        load = _heaviest(alternative.spec, layers, alternative.limits)
-        if load.fits:
-            yield f"{alternative.words} ({format_memory(load.size)})"
+def _first_of_each(
+    kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer], already: set[tuple[str, ...]]
+) -> list[str]:
+    """Return the first alternative of each kind that fits; each yields the mildest change first."""
+    possible = (filter(partial(_is_possible, already=already), kind) for kind in kinds)
+    return [words for kind in possible for words in islice(_fitting(kind, layers), 1)]
 
 
-def _is_possible(alternative: Alternative) -> bool:
-    """Return False for a spec that the rules refuse, or that so many ranks cannot run."""
+def _is_possible(alternative: Alternative, already: set[tuple[str, ...]]) -> bool:
+    """Return False for a spec that the rules refuse, or that so many ranks cannot run.
+
+    `already`: keys of contradictions that the job has without it.
+    """
     spec = alternative.spec
     ranks = sum(alternative.limits.ranks_on_nodes.values())
     data, shards = ranks // (spec.parallel.tensor * spec.parallel.pipeline), spec.zero.shard_ranks
     divides = not isinstance(shards, int) or data % shards == 0
-    return divides and not contradictions(spec)
+    return divides and already.issuperset(one.keys for one in contradictions(spec))
 
 
-def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer]) -> list[str]:
-    """Return the first alternative of each kind that fits; each yields the mildest change first."""
-    return [words for alternatives in kinds for words in islice(_fitting(alternatives, layers), 1)]
+def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> Iterator[str]:
+    for alternative in alternatives:
+        load = _heaviest(alternative.spec, layers, alternative.limits)
+        if load.fits:
+            yield f"{alternative.words} ({format_memory(load.size)})"
 
 
 def _sharding(spec: Spec, limits: NodeLimits) -> Iterator[Iterator[Alternative]]:

@@ -177,7 +177,7 @@ class Space:
         yield from starmap(
             States,
             product(
-                self._values("stage", range(4) if several else (zero.stage,)),
+                self._values("stage", self._stages if several else (zero.stage,)),
                 self._divisions(parallel, order),
                 self._values("node_shared", shared),
                 self.offloads,
@@ -205,12 +205,23 @@ class Space:
         folder = self.spec.zero.offload if self.spec.zero.offload.startswith("nvme") else _FOLDER
         files = (folder,) if self.has_files else ()
         places = ("none", *(("cpu",) if self.on_gpus else ()), *files)
-        return self._values("offload", [place for place in places if self._may_be(place)])
+        return self._values("offload", self._possible("zero", "offload", places))
 
-    def _may_be(self, offload: str) -> bool:
-        zero = self.spec.zero.model_copy(update={"offload": offload})
-        found = contradictions(self.spec.model_copy(update={"zero": zero}))
-        return not any("zero.offload" in one.keys for one in found)
+    @cached_property
+    def _stages(self) -> Sequence[int]:
+        return self._possible("zero", "stage", range(4))
+
+    def _possible(self, table: str, key: str, choices: Sequence[Any]) -> list[Any]:
+        """Return the values of a key that the spec's rules do not refuse."""
+        values = getattr(self.spec, table)
+        specs = [
+            self.spec.model_copy(update={table: values.model_copy(update={key: one})})
+            for one in choices
+        ]
+        refused = [{key for one in contradictions(spec) for key in one.keys} for spec in specs]
+        return [
+            one for one, keys in zip(choices, refused, strict=True) if f"{table}.{key}" not in keys
+        ]
 
     @cached_property
     def recomputed(self) -> Sequence[tuple[str, int]]:
@@ -234,8 +245,7 @@ class Space:
         blocks = known(self.spec.model)
         tokens = micro_batch * self.spec.seq_len
         memory = self.spec.memory.model_copy(update={"loss_chunk": "auto"})
-        splits = blocks and not self.spec.model.masks  # those that mask have few logits
-        pieces = 2 if splits and loss_rows(memory, tokens) else 1
+        pieces = 2 if self._may_split_loss and loss_rows(memory, tokens) else 1
         replicated = parallel.tensor > 1 and not parallel.sequence_parallel
         found = [
             Saving(recomputed, piece, partitioned, activations)
@@ -250,6 +260,10 @@ class Space:
             )
         ]
         return sorted(found, key=lambda saving: (sum(saving[1:]), saving[:0:-1], saving[0]))
+
+    @cached_property
+    def _may_split_loss(self) -> bool:
+        return bool(self._possible("memory", "loss_chunk", ["auto"]))
 
     def _levels(self, key: str, count: int) -> range:
         return range(count) if self._free(key) else range(1)

@@ -26,9 +26,20 @@ def test_every_key_of_a_layout_is_one_of_the_spec_that_may_change() -> None:
         assert keys()[f"{table}.{key}"].role in ("changeable", "site")
 
 
-@pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
-def test_layouts_obey_the_rules_of_the_spec(family: str) -> None:
-    of, _ = space(Allocation.of_nodes(1, 6), model__family=family)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model__family": "bert"},
+        {"model__family": "t5"},
+        {"optimizer__name": "lamb"},
+        {"optimizer__name": "one_bit_adam", "zero__shard_ranks": "node"},
+        {"optimizer__outer": Outer(every=5), "zero__shard_ranks": 2},
+        {},
+    ],
+    ids=str,
+)
+def test_layouts_obey_the_rules_of_the_spec(keys: dict[str, Any]) -> None:
+    of, _ = space(Allocation.of_nodes(2, 6), **keys)
     for spec in random.Random(1).sample(list(everything(of)), 200):
         assert not contradictions(spec)
         assert not without_effect(spec)
