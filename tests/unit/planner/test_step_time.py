@@ -241,7 +241,13 @@ def test_less_to_do_is_never_slower(job: tuple[Spec, Allocation, Cluster]) -> No
     spec = spec.model_copy(update={"parallel": parallel})
     before = time_of(spec, nodes, cluster)
     kept = spec.model_copy(update={"memory": Memory(loss_chunk=spec.memory.loss_chunk)})
-    assert time_of(kept, nodes, cluster).seconds <= before.seconds * (1 + 1e-9)
+    after = time_of(kept, nodes, cluster)
+    if spec.zero.stage < 3:
+        assert after.seconds <= before.seconds * (1 + 1e-9)
+    # What ranks gather again at stage 3 follows from what backward asks for, and when: a block that
+    # is computed again asks once for weights that others ask for twice.
+    for cause in ("compute", "attention", "memory"):
+        assert after.causes[cause] <= before.causes[cause] * (1 + 1e-9)
     if spec.parallel.pipeline > 1:
         return  # other sizes cut the layers elsewhere
     narrow = spec.model.model_copy(update={"ffn": 1024})
