@@ -75,7 +75,7 @@ PARTS = {
     "zero": Part(14, ENGINE, (f"-n 8 {ZERO}",)),
     "parallel": Part(16, ENGINE, (f"-n 8 {PARALLEL}",)),
     "activations": Part(20, ENGINE, (f"-n 8 {ACTIVATIONS}",)),
-    "offload": Part(10, ENGINE, (f"-n 8 {OFFLOAD}",)),
+    "offload": Part(9, ENGINE, (f"-n 8 {OFFLOAD}",)),
     "ranks": Part(
         15,
         tuple(
@@ -90,12 +90,12 @@ PARTS = {
         tuple(f"-n 3 --means {means} {DEVICES}" for means in ("gloo", "queued"))
         + tuple(f"-n 2 --means {means} {GRIDS}" for means in ("gloo", "queued")),
     ),
-    "openmpi-grids": Part(21, ("hpczero/comm",), (f"-n 8 {OPENMPI} {GRIDS}",)),
+    "openmpi-grids": Part(7, ("hpczero/comm",), (f"-n 8 {OPENMPI} {GRIDS}",)),
     "openmpi-zero": Part(14, ("hpczero/comm",), (f"-n 8 {OPENMPI} {ZERO}",)),
-    "openmpi-parallel": Part(17, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PARALLEL}",)),
-    "openmpi-activations": Part(20, ("hpczero/comm",), (f"-n 8 {OPENMPI} {ACTIVATIONS}",)),
-    "openmpi-offload": Part(10, ("hpczero/comm",), (f"-n 8 {OPENMPI} {OFFLOAD}",)),
-    "openmpi-ranks": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {RANKS}",)),
+    "openmpi-parallel": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PARALLEL}",)),
+    "openmpi-activations": Part(17, ("hpczero/comm",), (f"-n 8 {OPENMPI} {ACTIVATIONS}",)),
+    "openmpi-offload": Part(9, ("hpczero/comm",), (f"-n 8 {OPENMPI} {OFFLOAD}",)),
+    "openmpi-ranks": Part(12, ("hpczero/comm",), (f"-n 8 {OPENMPI} {RANKS}",)),
     "openmpi-planner": Part(18, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PLANNER}",)),
     "many": Part(19, ("hpczero/comm",), ("-n 32 tests/mpi", f"-n 32 {OPENMPI} tests/mpi")),
 }
