@@ -101,7 +101,7 @@ def refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> str | No
     heaviest = _heaviest(spec, layers, limits)
     if heaviest.fits:
         return None
-    # A stand-in for a module of one's own may have some.
+    # Contradictions that the job itself has: the stand-in for a module of one's own may.
     already = {one.keys for one in contradictions(spec)}
     first_of_each = partial(_first_of_each, layers=layers, already=already)
     fitting = first_of_each(_sharding(spec, limits))

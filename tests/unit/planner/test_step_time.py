@@ -242,10 +242,11 @@ def test_less_to_do_is_never_slower(job: tuple[Spec, Allocation, Cluster]) -> No
     before = time_of(spec, nodes, cluster)
     kept = spec.model_copy(update={"memory": Memory(loss_chunk=spec.memory.loss_chunk)})
     after = time_of(kept, nodes, cluster)
-    if spec.zero.stage < 3:
-        assert after.seconds <= before.seconds * (1 + 1e-9)
-    # What ranks gather again at stage 3 follows from what backward asks for, and when: a block that
-    # is computed again asks once for weights that others ask for twice.
+    # Stages at ZeRO 3 may gather more: a block that is computed again asks in backward once for
+    # weights that others ask for twice, which decides what makes room.
+    more = spec.zero.stage == 3 and spec.parallel.pipeline > 1
+    more &= after.causes["data"] > before.causes["data"]
+    assert more or after.seconds <= before.seconds * (1 + 1e-9)
     for cause in ("compute", "attention", "memory"):
         assert after.causes[cause] <= before.causes[cause] * (1 + 1e-9)
     if spec.parallel.pipeline > 1:
