@@ -6,6 +6,7 @@ import pytest
 
 from hpczero.planner.advice import CALLED, sentence
 from hpczero.spec.keys import keys
+from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Checkpoint, Memory, Model, Parallel, Spec, Train, Zero
 
 MODEL = Model(layers=8, hidden=64, heads=4, vocab=64, seq_len=128)
@@ -50,3 +51,12 @@ def test_what_is_not_in_use_cannot_be_less(cause: str, way: str) -> None:
 def test_what_is_in_use_already_is_not_advised(cause: str, way: str) -> None:
     assert way in sentence(cause, PLAIN)
     assert way not in sentence(cause, MUCH)
+
+
+def test_chunks_are_advised_where_the_layers_are_enough() -> None:
+    """With embedding and head there are ten: two for each of five stages."""
+    for stages, possible in ((5, True), (6, False)):
+        spec = PLAIN.model_copy(update={"parallel": Parallel(pipeline=stages)})
+        assert ("parallel.schedule" in sentence("bubble", spec)) == possible
+        chunks = Parallel(pipeline=stages, schedule="interleaved", chunks=2)
+        assert possible == (not list(contradictions(spec.model_copy(update={"parallel": chunks}))))
