@@ -96,8 +96,8 @@ PARTS = {
     "openmpi-activations": Part(17, ("hpczero/comm",), (f"-n 8 {OPENMPI} {ACTIVATIONS}",)),
     "openmpi-offload": Part(9, ("hpczero/comm",), (f"-n 8 {OPENMPI} {OFFLOAD}",)),
     "openmpi-ranks": Part(12, ("hpczero/comm",), (f"-n 8 {OPENMPI} {RANKS}",)),
-    "openmpi-planner": Part(18, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PLANNER}",)),
-    "many": Part(19, ("hpczero/comm",), ("-n 32 tests/mpi", f"-n 32 {OPENMPI} tests/mpi")),
+    "openmpi-planner": Part(14, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PLANNER}",)),
+    "many": Part(14, ("hpczero/comm",), ("-n 32 tests/mpi", f"-n 32 {OPENMPI} tests/mpi")),
 }
 
 

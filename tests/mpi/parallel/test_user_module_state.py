@@ -152,6 +152,7 @@ def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta:
                     nn.BatchNorm1d(30),
                     nn.MultiheadAttention(30, 2),
                     nn.Linear(30, 3),
+                    nn.Linear(30, 3),
                 )
             )
         with hpczero.initialize(module, spec_of(stage, shared), world) as engine:
@@ -167,6 +168,7 @@ def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta:
             for name, tensor in first.items()
         )
         assert first["0.weight"].std() == pytest.approx((1 / 20 / 3) ** 0.5, rel=0.2)
+        assert not torch.equal(first["3.weight"], first["4.weight"])
         assert first["1.running_var"].eq(1).all()
         assert first["2.out_proj.bias"].eq(0).all()
 

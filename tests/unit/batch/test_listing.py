@@ -72,11 +72,13 @@ def test_losses_of_evaluations_and_other_orders(
     lines = [{"step": step, "step_seconds": 1, "loss": 9 - step} for step in range(1, 5)]
     lines[1]["validation_loss"], lines[2]["validation_loss"] = 3.5, 4.25
     (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    faster = {"step": 40, "step_seconds": 2.0, "loss": 4.6, "tokens_per_second": 60.0}
+    (done / "metrics.jsonl").write_text(json.dumps(faster) + "\n")
     orders = {
         "name": ["deep/er/halted", "done", "killed"],
         "validation": ["killed", "done", "deep/er/halted"],
         "loss": ["deep/er/halted", "done", "killed"],
-        "speed": ["deep/er/halted", "done", "killed"],
+        "speed": ["done", "deep/er/halted", "killed"],
         "state": ["deep/er/halted", "killed", "done"],
     }
     for order, names in orders.items():

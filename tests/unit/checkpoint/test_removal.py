@@ -119,6 +119,12 @@ def test_a_run_that_starts_does_not_remove_through_a_link(checkpoints: Path, oth
     assert names(other) == ["shard-00000.h5.new"]
 
 
+def test_a_run_sets_aside_what_others_have_left_from_its_first_step_on(checkpoints: Path) -> None:
+    made(checkpoints, 1, 2, 3)
+    assert len(directory.make_way(checkpoints, 2, None)) == 2
+    assert [one.step for one in listed(checkpoints) if one.state == "complete"] == [1]
+
+
 def test_a_save_does_not_remove_through_a_link_that_has_its_name(
     checkpoints: Path, other: Path
 ) -> None:

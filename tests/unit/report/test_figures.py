@@ -317,6 +317,8 @@ def test_jobs_lie_where_they_were_on_the_clock(tmp_path: Path) -> None:
             (job.ended - job.began) / whole, abs=0.002
         )
     assert len(rectangles(figure.drawing, "saving, step")) == 4
+    [table] = [one for one in course.section(run).blocks if getattr(one, "caption", "") == "Jobs"]
+    assert [row[3] for row in table.rows] == ["1", "11", "31"]
 
 
 def test_steps_that_were_done_again_are_counted(tmp_path: Path) -> None:

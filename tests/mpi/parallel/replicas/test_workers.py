@@ -22,10 +22,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "one_bit_adam": {"name": "one_bit_adam", "freeze": 6},
     "local steps": {"outer": Outer(every=4, lr=0.9, momentum=0.3)},
     "local steps, streamed": {"outer": Outer(every=5, fragments=3, lr=0.9, momentum=0.3)},
-    "local steps, bf16": {"outer": Outer(every=4, precision="bf16", lr=0.9, momentum=0.3)},
+    "late local steps, bf16": {
+        "outer": Outer(every=4, begin=5, precision="bf16", lr=0.9, momentum=0.3)
+    },
     "local steps, int8": {"outer": Outer(every=4, precision="int8", lr=0.9, momentum=0.3)},
     "local steps, int4": {"outer": Outer(every=3, precision="int4", lr=0.9, momentum=0.3)},
-    "late local steps": {"outer": Outer(every=4, begin=5, lr=0.9, momentum=0.3)},
     "int8": {},
 }
 # ranks -> layouts; `shards`: the data ranks of a worker, which `shard_ranks` is to find
