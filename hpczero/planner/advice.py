@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hpczero.model.families import known, layer_count
+from hpczero.model.families import layer_count
 from hpczero.spec.schema import Spec
 
 CALLED = {
@@ -49,7 +49,7 @@ def _ways(cause: str, spec: Spec) -> Iterator[str]:
         yield "fewer stages (parallel.pipeline)"
     if cause == "bubble":
         yield "more micro-batches a step"
-        if parallel.chunks == 1 and _has_layers_for_chunks(spec):
+        if parallel.chunks == 1 and layer_count(spec.model) >= 2 * parallel.pipeline:
             yield 'parallel.schedule = "interleaved" with chunks'
     if cause == "messages" and parallel.chunks > 1:
         yield "fewer of parallel.chunks"
@@ -65,8 +65,3 @@ def _ways(cause: str, spec: Spec) -> Iterator[str]:
         yield "a larger checkpoint.every"
     if cause in ("data", "optimizer", "offload", "overhead"):
         yield more_tokens
-
-
-def _has_layers_for_chunks(spec: Spec) -> bool:
-    """Return False for a model whose layers are known to be too few for two chunks a stage."""
-    return not known(spec.model) or layer_count(spec.model) >= 2 * spec.parallel.pipeline

@@ -103,16 +103,6 @@ def test_shorter_sequences_of_the_schedule_are_looked_at() -> None:
     assert '3 in layer 0 ("longformer") is more than the 2 blocks of 64 that 128' in found.text
 
 
-@pytest.mark.parametrize(
-    "phases",
-    [((1, 128), (50, 512)), ((0, 128), (50, 256), (50, 512)), ((0, 128), (60, 256), (50, 512))],
-)
-def test_the_schedule_begins_with_the_first_step_and_goes_on(phases: Any) -> None:
-    job = spec().model_copy(update={"schedule": Schedule(seq_len=phases)})
-    (found,) = contradictions(job)
-    assert "must begin at step 0, and each entry at a later step" in found.text
-
-
 def test_what_the_reference_keeps_is_said() -> None:
     (note,) = without_effect(spec(kind="local", model={"kernels": "torch", "seq_len": 16384}))
     assert "4.29 GB of scores for a sequence and layer" in note

@@ -73,6 +73,7 @@ def test_evaluations_have_the_longest() -> None:
     [
         (((1, 6),), "schedule.seq_len = [[1, 6]]: must begin at step 0"),
         (((0, 6), (0, 12)), "and each entry at a later step than the one before"),
+        (((0, 6), (6, 12), (3, 24)), "and each entry at a later step than the one before"),
         (((0, 7),), "has sequences of 7, which do not divide the longest of 24"),
         (((0, 48),), "has sequences of 48, which do not divide the longest of 24"),
     ],

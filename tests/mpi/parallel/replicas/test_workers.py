@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "local steps, int8": {"outer": Outer(every=4, precision="int8", lr=0.9, momentum=0.3)},
     "local steps, int4": {"outer": Outer(every=3, precision="int4", lr=0.9, momentum=0.3)},
+    "late local steps": {"outer": Outer(every=4, begin=5, lr=0.9, momentum=0.3)},
     "int8": {},
 }
 # ranks -> layouts; `shards`: the data ranks of a worker, which `shard_ranks` is to find
