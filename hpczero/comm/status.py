@@ -1,8 +1,9 @@
 """The status of each rank, in a slot of memory that the other ranks of its node can read.
 
 A rank writes its own slot and never waits for a reader: `started` with every operation,
-`begin_wait` and `end_wait` around every wait. A reader of a slot that is being written may see a
-mixture. Slots are judged only when nothing has happened in them for long.
+`begin_wait` and `end_wait` around every wait. A reader takes the head of a slot when two looks at
+it were alike. Of the operations it may see a mixture, where they are being written: ranks are
+judged only when nothing has happened in their slots for long.
 
 A slot has a head, one entry per group, and for each group the operations that it started last,
 numbered in the order in which the group starts them. Behind every operation stands a hash of all
@@ -40,6 +41,7 @@ CLEARED = _ENTRIES_AT + _ENTRIES * _ENTRY_SIZE  # bytes that must be 0 where a s
 SLOT = CLEARED + _ENTRIES * _HISTORY_SIZE
 _MASK = (1 << 64) - 1
 
+_LOOKS = 100  # at a head that is being written
 _LARGEST = 1e12  # seconds: more are nonsense
 NOWHERE = -1  # the entry of a wait that belongs to no group
 
@@ -250,24 +252,35 @@ def seconds(value: Any) -> float:
 
 def read(slot: memoryview, now: float, whole: bool = True, operations: int = _RECORDS) -> RankState:
     """Read a slot. `whole`: with the last so many `operations` of every group."""
-    pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
-    (step,) = _STEP.unpack_from(slot, _STEP_AT)
-    (changed,) = _CHANGED.unpack_from(slot, _CHANGED_AT)
-    since, entry, number, label = _WAIT.unpack_from(slot, _WAIT_AT)
+    head = _head(slot)
+    pid, namespace, stacks = _PROCESS.unpack_from(head, 0)
+    (step,) = _STEP.unpack_from(head, _STEP_AT)
+    (changed,) = _CHANGED.unpack_from(head, _CHANGED_AT)
+    since, entry, number, label = _WAIT.unpack_from(head, _WAIT_AT)
     started: dict[str, list[Operation]] = {}
     for position in range(_ENTRIES) if whole else ():
-        name, _ = _ENTRY.unpack_from(slot, _entry_at(position))
+        name, _ = _ENTRY.unpack_from(head, _entry_at(position))
         if name:
             started[str(name)] = _operations(slot, position, now, operations)
     group, axis = "", ""
     if 0 <= entry < _ENTRIES:
-        name, word = _ENTRY.unpack_from(slot, _entry_at(entry))
+        name, word = _ENTRY.unpack_from(head, _entry_at(entry))
         group, axis = str(name), _text(word)
     place = in_words(_text(label), axis, number)
     waited = now - since if since else None
     done = pid, namespace, stacks, step, now - changed
-    doing = _text(_DOING.unpack_from(slot, _DOING_AT)[0])
+    doing = _text(_DOING.unpack_from(head, _DOING_AT)[0])
     return RankState(*done, waited, place, started, group, number, axis, doing)
+
+
+def _head(slot: memoryview) -> bytes:
+    """Return a slot's head as it was in two looks, if its rank stops writing it for so long."""
+    head = bytes(slot[:CLEARED])
+    for _ in range(_LOOKS):
+        before, head = head, bytes(slot[:CLEARED])
+        if head == before:
+            break
+    return head
 
 
 def last_look(slot: memoryview) -> tuple[float, float]:

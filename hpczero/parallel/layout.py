@@ -8,6 +8,7 @@ Of a parameter that tensor parallelism cuts, the buffer has this tensor rank's p
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -31,7 +32,7 @@ class ParameterSlot:
     offset: int
     is_split: bool
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         lengths = tuple(part.stop - part.start for part in self.held)
         if len(lengths) == len(self.parameter.shape):

@@ -208,11 +208,14 @@ def adamw(
     count = state.master.numel()
     weights = state.weights
     fp32 = (state.master, state.moment1, state.moment2)
-    assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
-    assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient))
+    for buffer in fp32:
+        assert buffer.dtype == torch.float32
+        assert buffer.numel() == count
+        assert buffer.is_contiguous()
     devices = (scalars.values.device, state.master.device)
     assert devices[0] == devices[1], devices
     assert state.gradient.numel() == count
+    assert state.gradient.is_contiguous()
     assert weights is None or (weights.numel() == count and weights.is_contiguous())
     implementation = choose("adamw", state.master)
     if implementation == CUDA:

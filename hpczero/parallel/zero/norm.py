@@ -40,16 +40,21 @@ class GradientNorm:
         squares = self._squares()
         if self._alike:
             totals, alike = self._alike.totals(squares, self._units, rates, workers)
-        else:
-            alike = squares.new_ones((), dtype=torch.bool)
-            shards = self._axis.group.stack(squares).view(-1, self._axis.size)  # [replicas, shards]
-            totals = shards[:workers].sum(1)
-            for group in self._others:
-                totals = group.stack(totals).sum(0)
+            return self._of_totals(totals).where(alike, -torch.inf)
+        shards = self._axis.group.stack(squares).view(-1, self._axis.size)  # [replicas, shards]
+        totals = shards[:workers].sum(1)
+        for group in self._others:
+            totals = group.stack(totals).sum(0)
+        return self._of_totals(totals)
+
+    def _of_totals(self, totals: Tensor) -> Tensor:
+        """Return this worker's norm, and the common one, from the workers' sums of squares."""
+        if len(totals) == 1:
+            return totals.sqrt().expand(2)
+        assert self._axis.replicas
         common = totals.mean().sqrt()
-        number = self._axis.replicas.number if self._axis.replicas and workers > 1 else 0
-        own = totals[number].sqrt().where(common.isfinite(), common)
-        return torch.stack([own, common]).where(alike, -torch.inf)
+        own = totals[self._axis.replicas.number].sqrt().where(common.isfinite(), common)
+        return torch.stack([own, common])
 
     def _squares(self) -> Tensor:
         """Return the sum of squares of this rank's shards."""

@@ -313,7 +313,8 @@ class Reduction:
                 unit.buffer = None
             if unit in self._last_sums or not self.replicas.are_summed:
                 self.replicas.start(unit)
-        self.replicas.poll()
+        if self.replicas.in_flight:
+            self.replicas.poll()
 
     def _have_sum(self, unit: Unit) -> None:
         self.on_summed(unit)

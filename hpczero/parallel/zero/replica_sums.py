@@ -42,7 +42,8 @@ class ReplicaSums:
     """The sums of a step. `make` starts one; None: there are no replicas.
 
     `differ` tells whether gradients of replicas are to differ from now on. `begun`: the units whose
-    sums have begun, until `finish`.
+    sums have begun, until `finish`; `in_flight`: those of them whose sums are still to be waited
+    for, or polled.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ReplicaSums:
         self.begun: set[Unit] = set()
         self._pool = pool
         self._on_summed = on_summed
-        self._in_flight: dict[Unit, Sum] = {}  # oldest first
+        self.in_flight: dict[Unit, Sum] = {}  # oldest first
 
     @property
     def are_summed(self) -> bool:
@@ -72,12 +73,12 @@ class ReplicaSums:
             return
         assert self.make
         self.begun.add(unit)
-        self._in_flight[unit] = self.make(unit)
+        self.in_flight[unit] = self.make(unit)
 
     def poll(self) -> None:
         """Move on what can move on."""
-        while self._in_flight:
-            unit, work = next(iter(self._in_flight.items()))
+        while self.in_flight:
+            unit, work = next(iter(self.in_flight.items()))
             if not work.poll():
                 return
             self._end(unit)
@@ -87,13 +88,13 @@ class ReplicaSums:
         for unit in units if self.are_summed else ():
             if unit not in self.begun:
                 self.start(unit)
-        for unit, work in list(self._in_flight.items()):
+        for unit, work in list(self.in_flight.items()):
             work.wait()
             self._end(unit)
         self.begun.clear()
 
     def _end(self, unit: Unit) -> None:
-        del self._in_flight[unit]
+        del self.in_flight[unit]
         shard = unit.reduced_shard
         sum_pieces([shard], shard, False, unit.squares, self._pool)
         self._on_summed(unit)

@@ -70,7 +70,7 @@ def test_ranks_are_seen_from_outside_and_nothing_is_written_unasked(job: Job) ->
     usual = {"computing", "waiting", "loading data"}
     assert {one["state"] for one in facts["ranks"]} <= usual, "each of them trains"
     assert all(one["step"] > steps and one["resident"] > 1e7 for one in facts["ranks"])
-    assert all(one["axis"] for one in facts["ranks"] if one["state"] == "waiting")
+    assert all(one["axis"] for one in facts["ranks"] if one["state"] == "waiting"), facts["ranks"]
     words = launch(hpczero("top", str(run)), 60)
     assert (words.code, words.err) == (0, ""), "without a terminal it is one frame"
     assert words.out.startswith("tiny: running")
