@@ -2,8 +2,8 @@
 
 A rank writes its own slot and never waits for a reader: `started` with every operation,
 `begin_wait` and `end_wait` around every wait. A reader takes the head of a slot when two looks at
-it were alike. Of the operations it may see a mixture, where they are being written: ranks are
-judged only when nothing has happened in their slots for long.
+it were alike, or after many the last. Of the operations it may see a mixture, where they are being
+written: ranks are judged only when nothing has happened in their slots for long.
 
 A slot has a head, one entry per group, and for each group the operations that it started last,
 numbered in the order in which the group starts them. Behind every operation stands a hash of all
@@ -164,8 +164,8 @@ class Status:
 
     def end_wait(self) -> None:
         self.wait = None
+        _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())  # counts once no wait does
         _WAIT.pack_into(self.slot, _WAIT_AT, 0.0, NOWHERE, 0, b"")
-        _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
     @contextmanager
     def waiting(self, label: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -274,7 +274,7 @@ def read(slot: memoryview, now: float, whole: bool = True, operations: int = _RE
 
 
 def _head(slot: memoryview) -> bytes:
-    """Return a slot's head as it was in two looks, if its rank stops writing it for so long."""
+    """Return a slot's head as two looks found it, if its rank leaves it alone for so long."""
     head = bytes(slot[:CLEARED])
     for _ in range(_LOOKS):
         before, head = head, bytes(slot[:CLEARED])

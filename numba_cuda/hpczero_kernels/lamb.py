@@ -180,11 +180,15 @@ def lamb_moments(
     """Update the moments; write the sums of squares of each block (fp32 [blocks, 2])."""
     count = state.master.numel()
     fp32 = (state.master, state.moment1, state.moment2)
-    assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
-    assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient, squares))
+    for buffer in fp32:
+        assert buffer.dtype == torch.float32
+        assert buffer.numel() == count
+        assert buffer.is_contiguous()
     assert state.gradient.numel() == count
+    assert state.gradient.is_contiguous()
     assert squares.shape == (block_count(count), 2), (squares.shape, count)
     assert squares.dtype == torch.float32, squares.dtype
+    assert squares.is_contiguous()
     implementation = choose("lamb", state.master)
     if implementation == CUDA:
         from hpczero_kernels.cuda import lamb
@@ -212,7 +216,9 @@ def lamb_step(
     count = state.master.numel()
     weights = state.weights
     fp32 = (state.master, state.moment1, state.moment2)
-    assert all(buffer.is_contiguous() and buffer.numel() == count for buffer in fp32)
+    for buffer in fp32:
+        assert buffer.is_contiguous()
+        assert buffer.numel() == count
     assert weights is None or (weights.numel() == count and weights.is_contiguous())
     assert ratio.numel() == 1
     assert ratio.dtype == torch.float32, ratio.dtype

@@ -104,9 +104,12 @@ def lion(state: LionBuffers, decay: float, scalars: AdamWScalars, pool: Pool = I
     count = state.master.numel()
     weights = state.weights
     fp32 = (state.master, state.moment)
-    assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
-    assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient))
+    for buffer in fp32:
+        assert buffer.dtype == torch.float32
+        assert buffer.numel() == count
+        assert buffer.is_contiguous()
     assert state.gradient.numel() == count
+    assert state.gradient.is_contiguous()
     assert weights is None or (weights.numel() == count and weights.is_contiguous())
     implementation = choose("lion", state.master)
     if implementation == CUDA:
