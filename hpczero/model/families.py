@@ -1,6 +1,7 @@
 """hpczero's own families of models, by the spec's word for them (pure).
 
-To add one: its torch model beside `gpt.py`, its record beside `gpt_record.py`, its name here.
+To add one: its torch model beside `gpt.py`, its record beside `gpt_record.py`, its name here, and
+what CONTRIBUTING.md lists.
 """
 
 from hpczero.model.bert_record import BERT

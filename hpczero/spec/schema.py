@@ -50,7 +50,13 @@ class Train(Table):
     grad_clip: float = key(
         1.0, "changeable", "largest global norm of the gradient; 0: no clipping", ge=0
     )
-    log_every: int = key(10, "site", "steps between two lines of output", ge=1, le=LARGEST)
+    log_every: int = key(
+        10,
+        "site",
+        "steps between two lines of output, and two rows of the ranks' times and energy",
+        ge=1,
+        le=LARGEST,
+    )
     eval_every: int = key(
         0, "site", "steps between two evaluations; 0: only at the end", ge=0, le=LARGEST
     )

@@ -135,7 +135,7 @@ WITHOUT_TORCH = (
     *("errors", "env", "safe_files", "kernel_cache", "lock", "track", ""),
     *("commands.init", "commands.blame", "commands.top", "commands.top_facts"),
     *("commands.top_frame", "commands.top_ranks", "commands.sweep", "commands.compare"),
-    *("commands.report", "report", "runs"),
+    *("commands.report", "report", "runs", "commands.logs", "commands.checkpoint_upkeep"),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.cluster", "commands.plan", "commands.plan_report", "commands.plan_picture"),
     *("commands.explain", "commands.show", "commands.export_import", "commands.tokenizer"),

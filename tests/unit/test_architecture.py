@@ -143,6 +143,15 @@ def test_pure_modules_import_no_torch() -> None:
     assert not offences(pure, "torch", "numba", "hpczero_kernels")
 
 
+def test_the_verbs_of_login_nodes_are_among_them() -> None:
+    """`doctor` looks for torch, and does without it."""
+    tables = [path.read_text() for path in map(modules().get, ("verbs", "verb_groups")) if path]
+    found = {name for text in tables for name in re.findall(r'"hpczero\.([\w.]+):\w+"', text)}
+    others = {f"commands.{name}" for name in ("run", "evaluate", "sample", "doctor")}
+    assert others < found
+    assert {name for name in found if not lies_in(name, WITHOUT_TORCH)} == others
+
+
 def test_only_env_reads_the_environment() -> None:
     wrong = [
         f"{path.relative_to(CHECKOUT)}:{node.lineno}: os.{node.attr}"

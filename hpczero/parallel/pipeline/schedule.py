@@ -146,7 +146,7 @@ def receiver(result: PartResult, stages: int) -> int:
 
 
 def _forwards_first(kind: str, stages: int, chunks: int, stage: int) -> int | None:
-    """Return the number of forwards before the first backward; None: all."""
+    """Return the number of forwards before the first backward; None: all. One chunk: 1F1B's."""
     after = stages - 1 - stage
     if kind == "gpipe":
         return None

@@ -302,6 +302,7 @@ class Engine(AveragedWeights):
         loss_scale, workers = self.loss_scale.value, self.workers
         scale = loss_scale / workers  # each has its part of a mean over all
         rates = checksum_of_rates(lr, own_lr)
+        # all ranks meet here, and have ended their backward: now they may write the node's copy
         norms = self._norm.own_and_common(rates, workers) / scale
         read_norms = self.device.later(norms)
         host_sync = self.axis.group.connection.progress.snapshot()
