@@ -21,6 +21,9 @@ from tests.support.slurm_user import LAUNCHERS, User, mpich, over, queued_jobs, 
 
 pytestmark = pytest.mark.skipif(not mpich(), reason="the jobs here are started by MPICH")
 
+STEPS = 6000  # of a run that is to be interrupted: half a minute at least, after its first save
+LONG = ("--set", f"train.steps={STEPS}", "--set", "checkpoint.every=100")
+
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
@@ -206,9 +209,9 @@ def test_runs_are_listed_whoever_started_them(user: User) -> None:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("how", ["kill -9", "scancel"])
 def test_a_killed_job_costs_the_steps_since_the_last_checkpoint(user: User, how: str) -> None:
-    user.submits("whole", "--set", "train.steps=200", launcher="mpirun")
+    user.submits("whole", *LONG, launcher="mpirun")
     user.waits("whole", over, "the run without interruption ends")
-    user.submits("killed", "--set", "train.steps=200", "--set", "batch.chain=4", launcher="srun")
+    user.submits("killed", *LONG, "--set", "batch.chain=4", launcher="srun")
     link = user.waits("killed", lambda found: found["last_save"], "a checkpoint is there")["links"][
         0
     ]["number"]
@@ -231,7 +234,7 @@ def test_a_run_that_is_pushed_aside_goes_on_in_the_next_job(
     user: User, tmp_path: Path, launcher: str
 ) -> None:
     """Preemption: SIGTERM, and SIGKILL 10 s later."""
-    user.submits("aside", "--set", "train.steps=200", "--set", "batch.chain=4", launcher=launcher)
+    user.submits("aside", *LONG, "--set", "batch.chain=4", launcher=launcher)
     user.waits("aside", lambda found: found["last_save"], "a checkpoint is there")
     (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 2\n")
     user.does(
@@ -243,20 +246,20 @@ def test_a_run_that_is_pushed_aside_goes_on_in_the_next_job(
         "urgent.sh",
     )
     found = user.waits("aside", over, "the chain ends")
-    assert (found["state"], found["step"]) == ("finished", 200)
+    assert (found["state"], found["step"]) == ("finished", STEPS)
     assert states(found)[0] in ("interrupted", "gone", "failed")
-    assert sorted(user.losses("aside")) == list(range(1, 201))
+    assert sorted(user.losses("aside")) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_requeue_by_the_site_is_survived(user: User) -> None:
-    user.submits("again", "--set", "train.steps=150", "--set", "batch.chain=2")
+    user.submits("again", *LONG, "--set", "batch.chain=2")
     found = user.waits("again", lambda found: found["last_save"], "a checkpoint is there")
     user.does("scontrol", "requeue", found["links"][0]["number"])
     user.does("scontrol", "update", f"JobId={found['links'][0]['number']}", "StartTime=now")
     found = user.waits("again", over, "the chain ends")
-    assert (found["state"], found["step"]) == ("finished", 150)
+    assert (found["state"], found["step"]) == ("finished", STEPS)
     assert "resume" in user.logs("again")[0].read_text(), "the log lacks the part after the requeue"
 
 
