@@ -69,7 +69,7 @@ PARTS = {
         ("hpczero/report", "hpczero/runs", "templates/report.html.j2"),
         ("tests/system/report",),
     ),
-    "jobs": Part(13, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
+    "jobs": Part(17, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
     "faults": Part(12, ("hpczero/comm",), ("tests/system/comm",)),
     "grids": Part(9, ENGINE, (f"-n 8 {GRIDS}",)),
     "zero": Part(14, ENGINE, (f"-n 8 {ZERO}",)),
